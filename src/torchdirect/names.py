@@ -1,0 +1,43 @@
+"""What messages call a tensor: its key in the object, found only when a message needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchdirect.formats.pickle_index import Inert, StorageReference
+
+_MAX_DEPTH = 64
+
+
+def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield every value inside plain containers (and inert stand-ins of others) with its dotted path."""
+    yield path, value
+    if depth >= _MAX_DEPTH:
+        return
+    children: Any = ()
+    if isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, (list, tuple)):
+        children = enumerate(value)
+    elif isinstance(value, Inert):
+        children = [(item[0], item[1]) for item in value.items if isinstance(item, tuple) and len(item) == 2]
+        if isinstance(value.state, Mapping):
+            children += value.state.items()
+        children += [("", argument) for argument in value.args]
+    for key, child in children:
+        name = str(key) if isinstance(key, (str, int)) else type(key).__name__
+        yield from _walk(child, f"{path}.{name}" if path and name else path or name, depth + 1)
+
+
+def stored_name(root: Any, key: str) -> str:
+    """Return the name of the tensor that uses storage `key` in an indexed object, or the record's name."""
+    for path, value in _walk(root, "", 0):
+        if isinstance(value, StorageReference) and value.key == key:
+            return f"tensor {path!r}" if path else f"record 'data/{key}'"
+    return f"record 'data/{key}'"
+
+
+def describer(root: Any, keys: list[str]) -> Callable[[int], str]:
+    """Return a function that names the i-th storage."""
+    return lambda i: stored_name(root, keys[i])
