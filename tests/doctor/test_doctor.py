@@ -1,0 +1,243 @@
+"""The doctor's report on made-up machines, and on this one."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchdirect import system
+from torchdirect.cufile import driver
+from torchdirect.doctor import Level, Quality, Report, diagnose, facts
+from torchdirect.doctor.facts import Gpu, bar1_of_sysfs, driver_registry, gpus, parse_bar1
+from torchdirect.doctor.privacy import scrubber
+from torchdirect.gds_proof import GpuTransfer, Proof
+from torchdirect.transfer import TransferType
+
+CUFILE = [TransferType.GDS, TransferType.GPU_ASYNC, TransferType.GPU_BATCH]
+SYMBOLS = ("cuFileReadAsync", "cuFileBatchIOSetUp", "cuFileSetParameterBool")
+DIRECT = Proof(True, driver_opened=True, registered=True, forbade_compatibility=True, symbols=SYMBOLS)
+H100 = Gpu(0, "NVIDIA H100", "0000:41:00.0", 128 << 30, 0, True)
+H100_TOO = replace(H100, index=1, pci="0000:61:00.0")
+
+
+@pytest.fixture
+def examine(machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cufile_double: Any) -> Any:
+    """Diagnose a folder of the made-up machine."""
+    monkeypatch.setattr(system, "file_system", lambda path: machine.file_system)
+    monkeypatch.setattr(system, "direct_io", lambda path: machine.direct_io)
+    monkeypatch.setattr(facts, "device_number", lambda status, file_system: machine.device)
+
+    def examine(*, cards: tuple[Gpu, ...] = (H100,), **options: Any) -> Report:
+        return diagnose(tmp_path, tree=machine.tree, gpus=cards, **options)
+
+    return examine
+
+
+def qualities(report: Report, gpu: int | None = 0) -> dict[str, str]:
+    return {v.transfer_type.name: v.quality.value for v in report.transfers if v.gpu == gpu}
+
+
+def problem(report: Report, check: str) -> tuple[str, str]:
+    finding = next(f for f in report.findings if f.check == check)
+    assert finding.level is Level.PROBLEM and finding.remedy
+    return finding.text, finding.remedy
+
+
+def test_direct(examine: Any, tmp_path: Path) -> None:
+    before = set(os.listdir(tmp_path))
+    report = examine()
+    assert report.direct and report.problems == ()
+    assert qualities(report) == {
+        "GDS": "direct",
+        "CPU_ONLY": "available",
+        "CPU_GPU": "available",
+        "CPU_ASYNC_GPU": "available",
+        "CPU_CACHED_GPU": "available",
+        "GPU_ASYNC": "direct",
+        "GPU_BATCH": "direct",
+    }
+    assert set(os.listdir(tmp_path)) == before
+    notes = {f.check: f.text for f in report.findings if f.level is Level.NOTE}
+    assert "distance 32" in notes["numa"]
+    assert "registered a file with compatibility mode forbidden" in next(
+        f.text for f in report.findings if f.check == "trial"
+    )
+
+
+def test_each_gpu_is_judged(examine: Any) -> None:
+    transfers = (GpuTransfer(0, "0000:41:00.0", True), GpuTransfer(1, "0000:61:00.0", False, "CUDA error 2", "free it"))
+    proof = replace(DIRECT, ok=False, reason="GPU 1: CUDA error 2", transfers=transfers)
+    report = examine(cards=(H100, H100_TOO), trial=lambda *a, **k: proof)
+    assert report.direct
+    assert qualities(report, 0)["GDS"] == "direct" and qualities(report, 1)["GDS"] == "unavailable"
+    assert len(report.transfers) == 14
+
+
+def test_compatibility_mode(examine: Any, machine: Any) -> None:
+    machine.remove("proc/driver/nvidia-fs")
+    machine.kernel(p2pdma=False)
+
+    def trial(*a: Any, forbid_compatibility: bool, **k: Any) -> Proof:
+        if forbid_compatibility:
+            return Proof(False, "5001", "load nvidia-fs", forbade_compatibility=True, symbols=SYMBOLS)
+        return replace(DIRECT, forbade_compatibility=False)
+
+    report = examine(trial=trial)
+    assert not report.direct
+    assert {qualities(report)[t.name] for t in CUFILE} == {"compatibility"}
+    assert "CONFIG_PCI_P2PDMA" in problem(report, "nvidia-fs")[0]
+    assert [f.check for f in report.problems] == ["nvidia-fs"]
+
+
+def test_facts_have_no_objection_but_the_trial_has(examine: Any) -> None:
+    def trial(*a: Any, forbid_compatibility: bool, **k: Any) -> Proof:
+        if forbid_compatibility:
+            return Proof(False, "no", "do", driver_opened=True, forbade_compatibility=True, symbols=SYMBOLS)
+        return replace(DIRECT, forbade_compatibility=False)
+
+    report = examine(trial=trial)
+    assert qualities(report)["GDS"] == "compatibility" and "compatibility mode only: no" in problem(report, "trial")[0]
+
+
+def test_old_libcufile(examine: Any) -> None:
+    report = examine(trial=lambda *a, **k: replace(DIRECT, symbols=("cuFileSetParameterBool",)))
+    assert qualities(report)["GDS"] == "direct" and qualities(report)["GPU_BATCH"] == "unavailable"
+
+
+@pytest.mark.parametrize("code", [5027, 5030, 5033])
+def test_double_refuses(examine: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setenv("CUFILE_DOUBLE", f"fail.cuFileHandleRegister={code}")
+    report = examine()
+    assert {qualities(report)[t.name] for t in CUFILE} == {"unavailable"}
+    assert f"({code})" in problem(report, "trial")[0] and len(report.problems) == 1
+
+
+@pytest.mark.parametrize(("fault", "words"), [("fail.cuFileDriverOpen=5033", "(5033)"), ("open.abort=1", "SIGABRT")])
+def test_driver_open(examine: Any, monkeypatch: pytest.MonkeyPatch, fault: str, words: str) -> None:
+    monkeypatch.setenv("CUFILE_DOUBLE", fault)
+    monkeypatch.delenv(driver.PROBE_VARIABLE)
+    driver.reset_probe()
+    report = examine()
+    assert words in problem(report, "trial")[0] and qualities(report)["GDS"] == "unavailable"
+
+
+def test_one_line_per_cause(examine: Any, machine: Any) -> None:
+    machine.remove("run/udev/data/b259:1")
+    machine.remove("proc/driver/nvidia-fs")
+    machine.kernel(p2pdma=False)
+    machine.file_system = replace(machine.file_system, options=("data=journal",))
+    machine.write(".dockerenv", "")
+    report = examine(trial=lambda *a, **k: Proof(False, "5027", "x", driver_opened=True, symbols=SYMBOLS))
+    assert [f.check for f in report.problems] == ["nvidia-fs", "file-system", "udev"]
+    checks = [f.check for f in report.findings]
+    assert len(checks) == len(set(checks))
+    assert "Docker" in next(f.text for f in report.findings if f.check == "container")
+    # What makes cuFile impossible is named before what only makes it slow.
+    assert "udev" in next(v.reason for v in report.transfers if v.transfer_type is TransferType.GDS)
+
+
+def test_nothing_is_tried_under_wsl(examine: Any, machine: Any) -> None:
+    machine.write("proc/version", "Linux 5.15-microsoft-standard-WSL2")
+    report = examine(trial=lambda *a, **k: pytest.fail("tried"))
+    assert "WSL" in problem(report, "wsl")[0] and qualities(report)["CPU_ASYNC_GPU"] == "available"
+
+
+def test_no_libcufile(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDIRECT_LIBCUFILE", "/nonexistent/libcufile.so.0")
+    report = examine(trial=lambda *a, **k: pytest.fail("tried"))
+    assert "names no file" in problem(report, "libcufile")[0] and qualities(report)["GDS"] == "unavailable"
+
+
+def test_gpu_that_torch_cannot_use(examine: Any) -> None:
+    report = examine(cards=(replace(H100, usable=False),), trial=lambda *a, **k: DIRECT)
+    assert not report.direct and problem(report, "gpu")
+    assert qualities(report)["CPU_GPU"] == "unavailable" and qualities(report)["CPU_ONLY"] == "available"
+
+
+def test_p2pdma_and_iommu(examine: Any, machine: Any) -> None:
+    machine.remove("proc/driver/nvidia-fs")
+    machine.write("etc/cufile.json", '{"properties": {"use_pci_p2pdma": true}}')
+    machine.write("sys/module/nvme_core/parameters/multipath", "Y\n")
+    machine.write("sys/class/iommu/dmar0/x", "")
+    assert "multipath=N" in problem(examine(), "p2pdma")[1]
+    machine.write("sys/module/nvme_core/parameters/multipath", "N\n")
+    machine.write("proc/driver/nvidia/params", 'RegistryDwords: ""\n')
+    machine.write("proc/cmdline", "quiet\n")
+    notes = {f.check: f.remedy for f in examine().findings if f.level is Level.NOTE}
+    assert "RMForceStaticBar1=1" in notes["p2pdma"] and "iommu=pt" in notes["iommu"]
+
+
+def test_small_facts(machine: Any) -> None:
+    assert bar1_of_sysfs(machine.tree, "0000:41:00.0") == 128 << 30
+    assert gpus(machine.tree) == (Gpu(0, "NVIDIA H100", "0000:41:00.0", 128 << 30, 0, False),)
+    assert driver_registry(machine.tree) == {"RMForceStaticBar1": "1", "RmForceDisableIomapWC": "1"}
+    text = "GPU 00000000:41:00.0\n    FB Memory Usage\n        Total      : 81559 MiB\n"
+    text += "    BAR1 Memory Usage\n        Total      : 131072 MiB\n"
+    assert parse_bar1(text) == {"0000:41:00.0": 128 << 30}
+    for name, kind in (
+        ("run/.containerenv", "Podman"),
+        ("run/secrets/kubernetes.io/x", "Kubernetes"),
+    ):
+        machine.write(name, "")
+        assert facts.container(machine.tree) == kind
+
+
+def test_json_is_stable_and_holds_no_secrets(examine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "t0psecret")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node17.corp.example")
+    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
+    report = examine(
+        trial=lambda *a, **k: Proof(False, f"alice@node17: {tmp_path}/x GPU-0a1b2c3d-0000-1111-2222-333344445555", "x")
+    )
+    document = report.to_json()
+    text = json.dumps(document)
+    for secret in ("t0psecret", "hunter2", "S3CR3T", "node17", "alice", "GPU-0a1b", "GPU-1234", "root=UUID"):
+        assert secret not in text, secret
+    assert list(document) == ["schema", "torchdirect", "path", "direct", "transfers", "findings", "facts"]
+    assert document["schema"] == 1
+    assert {tuple(t) for t in document["transfers"]} == {("type", "code", "gpu", "quality", "reason", "remedy")}
+    assert {tuple(f) for f in document["findings"]} == {("check", "level", "text", "remedy")}
+    assert [t["code"] for t in document["transfers"]] == list(range(7))
+    assert list(document["facts"]) == [
+        "kernel", "wsl", "container", "gpus", "driver", "driver_registry", "torch_cuda", "libcufile", "cufile_config",
+        "nvidia_fs", "kernel_p2pdma", "nvme_multipath", "iommu", "file_system", "direct_io", "disk", "udev_record",
+        "memlock_bytes", "directory_writable",
+    ]  # fmt: skip
+
+
+def test_server_of_a_network_file_system_is_not_told(examine: Any, machine: Any) -> None:
+    machine.device = "0:52"
+    machine.file_system = system.FileSystem("nfs4", "/home/x", "filer7:/vol", ("rw", "proto=tcp", "addr=10.1.2.3"))
+    text = json.dumps(examine().to_json())
+    assert "filer7" not in text and "10.1.2.3" not in text and "proto=tcp" in text
+
+
+def test_paths_are_written_as_the_user_named_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    monkeypatch.chdir(tmp_path)
+    clean = scrubber("link/file.pt")
+    assert clean({"a": [f"{real}/file.pt failed in {real}"]}) == {"a": ["link/file.pt failed in link"]}
+
+
+def test_this_machine(tmp_path: Path) -> None:
+    report = diagnose(tmp_path)
+    assert len(report.transfers) % 7 == 0
+    for verdict in report.transfers:
+        assert verdict.quality in (Quality.DIRECT, Quality.AVAILABLE) or verdict.remedy
+    assert all(finding.remedy for finding in report.problems)
+    assert os.listdir(tmp_path) == []
+
+
+def test_bad_path(tmp_path: Path) -> None:
+    assert diagnose(tmp_path / "not-yet.pt", live=False).path.endswith("not-yet.pt")
+    with pytest.raises(FileNotFoundError, match="neither it nor its directory"):
+        diagnose(tmp_path / "a" / "b")
