@@ -1,9 +1,13 @@
-"""What every test shares: GPU tests are skipped, with a reason, where there is no GPU."""
+"""What every test shares: the double of libcufile; GPU tests are skipped, with a reason, where there is no GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from cufile_double import cufile_double, cufile_double_old, cufile_double_old_path, cufile_double_path
+
+__all__ = ["cufile_double", "cufile_double_old", "cufile_double_old_path", "cufile_double_path"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

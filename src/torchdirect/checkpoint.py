@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import gc
@@ -13,7 +14,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, TypeGuard
 
 import torch
@@ -22,11 +23,12 @@ from torch.serialization import DEFAULT_PROTOCOL
 from torchdirect import defaults, memory, names, publish, selection, system
 from torchdirect import progress as progress_module
 from torchdirect.defaults import Settings
-from torchdirect.engines import inline, make_engine
+from torchdirect.engines import inline, make_engine, try_to_open
 from torchdirect.engines.base import Engine, EngineOptions, OpenFile, TransferState
 from torchdirect.errors import CorruptCheckpointError, TransferUnavailableError, save_error
 from torchdirect.formats import torch_zip
 from torchdirect.formats.pickle_index import StorageReference, UnsupportedPickleError
+from torchdirect.gds_status import gds_status
 from torchdirect.plan import Extent, read_windows, write_windows
 from torchdirect.transfer import TransferReport, TransferType, set_last_transfer
 from torchdirect.units import BLOCK, MIB
@@ -40,6 +42,8 @@ STORAGE_ALIGNMENT = 4096
 
 _LOOK_AHEAD_BYTES = 256 * MIB
 """Host memory that a callable ``map_location`` may be fed ahead of what it has placed."""
+
+_CACHED = TransferType.CPU_CACHED_GPU
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _EMPTY_ZIP_MAGIC = b"PK\x05\x06"
@@ -218,8 +222,9 @@ def _write_checkpoint(
                 inline.write(file, layout.extents, layout.gaps, tensors, settings.checksum, state)
             else:
                 situation = _situation("save", replacement.fd, size, [t.device for t in tensors], 0.0, settings)
-                choice, options = _choose(settings, situation, state)
-                direct_fd = replacement.open_direct() if options.transfer_type.uses_direct_io else None
+                trial = functools.partial(_try_cufile, path, replacement.fd, replacement.open_direct, settings)
+                choice, options = _choose(settings, situation, state, trial)
+                direct_fd = replacement.open_direct() if options.transfer_type is not _CACHED else None
                 file = _open_file(path, replacement.fd, direct_fd, size, situation, options, state)
                 windows = write_windows(layout.extents, layout.gaps, chunk_bytes=options.chunk_bytes, file_size=size)
                 with progress_module.shown(settings.progress, f"saving {path}", state) as tick:
@@ -264,6 +269,7 @@ def _situation(
 ) -> selection.Situation:
     file_system = system.file_system_type(fd)
     kinds = {device.type for device in set(devices)}
+    asks_gds = "cuda" in kinds and settings.transfer_type is TransferType.AUTO
     return selection.Situation(
         operation=operation,
         nbytes=nbytes,
@@ -277,32 +283,66 @@ def _situation(
         durable=settings.durable,
         available_memory=system.available_memory(),
         cpus=system.cpu_count(),
+        gds=asks_gds and gds_status(fd).direct,
     )
+
+
+def _try_cufile(
+    path: str, fd: int, open_direct: Callable[[], int | None], settings: Settings, transfer_type: TransferType
+) -> bool:
+    """Register a file with cuFile, as a trial before any byte moves; return whether its path is direct.
+
+    Raises
+    ------
+    TransferUnavailableError
+        If cuFile cannot carry this call, or only in a mode that the settings forbid.
+    """
+    status = gds_status(fd)
+    if settings.gds_compat == "forbid" and not status.direct:
+        raise TransferUnavailableError(
+            transfer_type.name,
+            f"cuFile would run in its compatibility mode, which gds_compat='forbid' rules out: {status.reason}",
+            status.remedy,
+        )
+    options = EngineOptions(transfer_type, 1, MIB, MIB, backend=settings.gds_backend)
+    try_to_open(options, OpenFile(path, fd, open_direct(), 0))
+    return status.direct
 
 
 def _choose(
-    settings: Settings, situation: selection.Situation, state: TransferState
+    settings: Settings, situation: selection.Situation, state: TransferState, try_cufile: Callable[[TransferType], bool]
 ) -> tuple[selection.Choice, EngineOptions]:
     requested = settings.transfer_type
-    strict = False
-    if requested is TransferType.AUTO:
-        choice = selection.choose(situation)
-    else:
-        try:
+    automatic = requested is TransferType.AUTO
+    choice = selection.choose(situation) if automatic else selection.Choice(requested, "as requested")
+    direct = False
+    try:
+        if not automatic:
             selection.check(requested, situation)
-            choice = selection.Choice(requested, "as requested")
-            strict = settings.fallback == "error"
-        except TransferUnavailableError as exc:
-            if settings.fallback == "error":
-                raise
-            choice = selection.choose(situation)
-            text = f"{exc} Took {choice.transfer_type.name} instead"
-            state.fell_back(text)
+        if choice.transfer_type.uses_cufile:
+            direct = try_cufile(choice.transfer_type)
+    except TransferUnavailableError as exc:
+        if not automatic and settings.fallback == "error":
+            raise
+        choice = selection.choose(dataclasses.replace(situation, gds=False))
+        text = f"{exc} Took {choice.transfer_type.name} instead"
+        state.fell_back(text)
+        if not automatic:
             warnings.warn(text, TransferFallbackWarning, stacklevel=5)
+        return _choose_rest(settings, situation, choice, strict=False, direct=False)
+    return _choose_rest(settings, situation, choice, not automatic and settings.fallback == "error", direct)
+
+
+def _choose_rest(
+    settings: Settings, situation: selection.Situation, choice: selection.Choice, strict: bool, direct: bool
+) -> tuple[selection.Choice, EngineOptions]:
     num_threads, chunk_bytes = selection.threads_and_chunk(
         choice.transfer_type, situation, settings.num_threads, settings.chunk_bytes, settings.staging_bytes
     )
-    return choice, EngineOptions(choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict)
+    options = EngineOptions(
+        choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct, settings.gds_backend
+    )
+    return choice, options
 
 
 def _report(
@@ -329,6 +369,7 @@ def _report(
         chunk_bytes=options.chunk_bytes,
         retries=state.retries,
         fallbacks=tuple(state.fallbacks),
+        direct=state.direct,
     )
     set_last_transfer(report)
     logger.debug("%s", report)
@@ -597,10 +638,17 @@ class _Loader:
         size = self.index.file_size
         cached = system.cached_fraction(self.fd, size)
         situation = _situation("load", self.fd, size, self.places, cached, self.settings)
-        self.choice, self.options = _choose(self.settings, situation, self.state)
-        direct_fd = _open_direct(self.fd) if self.options.transfer_type.uses_direct_io else None
-        if direct_fd is not None:
-            stack.callback(os.close, direct_fd)
+
+        @functools.cache
+        def open_direct() -> int | None:
+            direct_fd = _open_direct(self.fd)
+            if direct_fd is not None:
+                stack.callback(os.close, direct_fd)
+            return direct_fd
+
+        trial = functools.partial(_try_cufile, self.index.path, self.fd, open_direct, self.settings)
+        self.choice, self.options = _choose(self.settings, situation, self.state, trial)
+        direct_fd = open_direct() if self.options.transfer_type is not _CACHED else None
         return _open_file(self.index.path, self.fd, direct_fd, size, situation, self.options, self.state)
 
     def _fill(self, engine: Engine, file: OpenFile, which: Sequence[int]) -> dict[str, torch.UntypedStorage]:

@@ -108,9 +108,11 @@ def check(transfer_type: TransferType, s: Situation) -> None:
         With the reason and the remedy.
     """
     name = transfer_type.name
-    if transfer_type.uses_cufile:
+    if transfer_type.uses_cufile and not s.on_gpu:
         raise TransferUnavailableError(
-            name, "this version has no engine for cuFile", "Use transfer_type='AUTO' or 'CPU_ASYNC_GPU'"
+            name,
+            "it moves bytes between storage and GPU memory, and no tensor is on a GPU",
+            "Use 'CPU_ONLY' or 'AUTO', or load to a GPU (map_location='cuda')",
         )
     if transfer_type is TransferType.CPU_ONLY and s.on_gpu:
         raise TransferUnavailableError(

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from cufile_double import cufile_double, cufile_double_old, cufile_double_old_path, cufile_double_path
-
-__all__ = ["cufile_double", "cufile_double_old", "cufile_double_old_path", "cufile_double_path"]
 
 
 @pytest.fixture

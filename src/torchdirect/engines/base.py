@@ -55,6 +55,10 @@ class EngineOptions:
         Bound of all staging buffers of the process.
     strict
         Whether leaving the path of `transfer_type` is an error.
+    direct
+        For cuFile types: whether the machine moves this file's bytes by DMA between storage and GPU.
+    backend
+        ``"cufile"``, or ``"kvikio"`` to run `GDS` through KvikIO.
     """
 
     transfer_type: TransferType
@@ -62,6 +66,8 @@ class EngineOptions:
     chunk_bytes: int
     staging_bytes: int
     strict: bool = False
+    direct: bool = False
+    backend: str = "cufile"
 
 
 @dataclass
@@ -73,6 +79,7 @@ class TransferState:
     retries: int = 0
     num_threads: int = 0
     fallbacks: list[str] = field(default_factory=list)
+    direct: bool | None = None
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def advance(self, nbytes: int) -> None:

@@ -44,17 +44,18 @@ def read_into(
         If the read fails; names file, offset and what `describe` says the bytes are.
     """
     direct = fd == file.direct_fd
+    block = file.offset_align if direct else 1
     got = 0
     deadline = 0.0
     while got < wanted:
         try:
             count = os.preadv(fd, [memory[got:]], offset + got)
             if count and not (direct and _ends_at(file, offset + got + count)):
-                got, deadline = _advance(file, direct, offset, got, count, wanted, deadline, state)
+                got, deadline = advance(block, offset, got, count, wanted, deadline, state)
                 continue
         except OSError as exc:
             if exc.errno == errno.EAGAIN:
-                deadline = _wait_again(deadline, state)
+                deadline = wait_again(deadline, state)
                 if deadline:
                     continue
             if direct and exc.errno == errno.EINVAL:
@@ -87,6 +88,7 @@ def write_all(file: OpenFile, fd: int, memory: memoryview, offset: int, state: T
         As the kernel says.
     """
     direct = fd == file.direct_fd
+    block = file.offset_align if direct else 1
     put = 0
     deadline = 0.0
     while put < len(memory):
@@ -94,7 +96,7 @@ def write_all(file: OpenFile, fd: int, memory: memoryview, offset: int, state: T
             count = os.pwritev(fd, [memory[put:]], offset + put)
         except OSError as exc:
             if exc.errno == errno.EAGAIN:
-                deadline = _wait_again(deadline, state)
+                deadline = wait_again(deadline, state)
                 if deadline:
                     continue
             if direct and exc.errno == errno.EINVAL:
@@ -102,7 +104,7 @@ def write_all(file: OpenFile, fd: int, memory: memoryview, offset: int, state: T
             raise
         if count == 0:
             raise OSError(errno.EIO, "the kernel wrote nothing and gave no error")
-        put, deadline = _advance(file, direct, offset, put, count, len(memory), deadline, state)
+        put, deadline = advance(block, offset, put, count, len(memory), deadline, state)
 
 
 def _ends_at(file: OpenFile, position: int) -> bool:
@@ -110,31 +112,31 @@ def _ends_at(file: OpenFile, position: int) -> bool:
     return position % file.offset_align != 0 and os.fstat(file.fd).st_size <= position
 
 
-def _advance(
-    file: OpenFile, direct: bool, offset: int, done: int, count: int, wanted: int, deadline: float, state: TransferState
+def advance(
+    block: int, offset: int, done: int, count: int, wanted: int, deadline: float, state: TransferState
 ) -> tuple[int, float]:
-    """Return how far the transfer is after `count` more bytes, on a block boundary if it goes on directly.
+    """Return how far a transfer is after `count` more bytes, on a boundary of `block` bytes in the file, and when to
+    give up if it does not move.
 
     Raises
     ------
     OSError
-        If direct transfers have stayed within one block for too long.
+        If it has stayed within one block for too long.
     """
     reached = done + count
     if reached >= wanted:
         return reached, 0.0
     state.retried()
-    if direct:
-        reached -= (offset + reached) % file.offset_align
+    reached -= (offset + reached) % block
     if reached > done:
         return reached, 0.0
-    deadline = _wait_again(deadline, state)
+    deadline = wait_again(deadline, state)
     if not deadline:
-        raise OSError(errno.EIO, f"direct transfers at offset {offset + done} stop within a block")
+        raise OSError(errno.EIO, f"transfers at offset {offset + done} stop within a block")
     return done, deadline
 
 
-def _wait_again(deadline: float, state: TransferState) -> float:
+def wait_again(deadline: float, state: TransferState) -> float:
     """Sleep a moment before another try; return when to give up, or 0.0 if that time has come."""
     now = time.monotonic()
     if deadline and now > deadline:

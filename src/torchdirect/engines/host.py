@@ -7,15 +7,16 @@ that storage; every other window goes through a staging buffer, from which GPU c
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from torchdirect import checksum, memory
-from torchdirect.engines import device_checksum
+from torchdirect import memory
 from torchdirect.engines.base import EngineOptions, OpenFile, TransferState
+from torchdirect.engines.checksums import Checksums
 from torchdirect.engines.file_io import DirectRefusedError, read_into, write_all
+from torchdirect.engines.streams import QueuedWork, WorkerStreams, queued_work
 from torchdirect.engines.workers import Job, run_workers
 from torchdirect.errors import TransferUnavailableError
 from torchdirect.memory import Lease, StagingBuffer
@@ -26,59 +27,6 @@ Describe = Callable[[int], str]
 
 _GATHER_FROM = 4
 """Extents of one window on one GPU from which a single copy and a scatter on the GPU beat a copy each."""
-
-
-class _Streams:
-    """The streams of one worker, one per GPU, each ordered behind the work that the caller had queued there.
-
-    Switching streams costs as much as starting a copy, so a worker's stream stays the thread's current one.
-    """
-
-    def __init__(self, ready: dict[torch.device, torch.cuda.Event]) -> None:
-        self.ready = ready
-        self.streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._scratch: dict[torch.device, torch.Tensor | None] = {}
-        self._current: torch.device | None = None
-        self._before: list[torch.cuda.Stream] = []
-
-    def use(self, device: torch.device) -> torch.cuda.Stream:
-        """Make the worker's stream on `device` the current one of this thread."""
-        stream = self.streams.get(device)
-        if stream is None:
-            if not self._before:
-                self._before.append(torch.cuda.current_stream())
-            self._before.append(torch.cuda.current_stream(device))
-            stream = self.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            stream.wait_event(self.ready[device])
-        if self._current != device:
-            torch.cuda.set_stream(stream)
-            self._current = device
-        return stream
-
-    def scratch(self, device: torch.device, nbytes: int) -> torch.Tensor | None:
-        """Return device memory for one window, which belongs to the worker's stream; None if there is none left."""
-        if device not in self._scratch:
-            try:
-                self._scratch[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            except torch.OutOfMemoryError:
-                self._scratch[device] = None
-        return self._scratch[device]
-
-    def end(self) -> None:
-        """Wait for everything queued, and give the thread its own streams back."""
-        try:
-            for stream in self.streams.values():
-                stream.synchronize()
-        finally:
-            self._scratch.clear()
-            for stream in reversed(self._before):
-                torch.cuda.set_stream(stream)
-
-
-def _queued_work(tensors: Sequence[torch.Tensor]) -> dict[torch.device, torch.cuda.Event]:
-    """Mark what the caller has queued on each GPU so far; the engine's streams begin behind it."""
-    devices = {t.device for t in tensors if t.is_cuda}
-    return {device: torch.cuda.current_stream(device).record_event() for device in devices}
 
 
 class HostEngine:
@@ -104,15 +52,20 @@ class HostEngine:
         tensors: Sequence[torch.Tensor],
         describe: Describe,
         state: TransferState,
+        *,
+        queued: QueuedWork | None = None,
     ) -> None:
-        """Fill `tensors` from the windows of a read plan; see `Engine.read`."""
+        """Fill `tensors` from the windows of a read plan; see `Engine.read`.
+
+        `queued` is given where the calling thread is not the one whose queued work counts.
+        """
         state.total += sum(w.nbytes for w in windows)
         job = Job(windows)
-        ready = _queued_work(tensors)
+        ready = queued_work(tensors) if queued is None else queued
         with self._lease(windows, pinned=bool(ready)) as lease:
 
             def work() -> None:
-                reader = _Reader(self, file, tensors, describe, state, lease, _Streams(ready))
+                reader = _Reader(self, file, tensors, describe, state, lease, WorkerStreams(ready))
                 reader.run(job)
 
             state.num_threads = self._workers(lease, windows)
@@ -126,25 +79,31 @@ class HostEngine:
         tensors: Sequence[torch.Tensor],
         crc: bool,
         state: TransferState,
+        *,
+        queued: QueuedWork | None = None,
+        unseen: Collection[int] = (),
     ) -> None:
-        """Write every window of a write plan; the file's length is left to the caller."""
+        """Write every window of a write plan; see `Engine.write`.
+
+        `queued` as for `read`; `unseen` are storages on GPUs, by index, whose bytes others write.
+        """
         state.total += sum(w.nbytes for w in windows)
         # Windows that hold checksums of other windows' bytes come last, so that nobody waits for long.
         ordered = [w for w in windows if not w.deferred] + [w for w in windows if w.deferred]
         job = Job(ordered)
-        ready = _queued_work(tensors)
-        checksums = _Checksums(job, tensors, crc)
+        ready = queued_work(tensors) if queued is None else queued
+        checksums = Checksums(job, tensors, crc, unseen)
         with self._lease(windows, pinned=bool(ready)) as lease:
 
             def work() -> None:
-                writer = _Writer(self, file, gaps, tensors, checksums, state, lease, _Streams(ready))
+                writer = _Writer(self, file, gaps, tensors, checksums, state, lease, WorkerStreams(ready))
                 writer.run(job)
 
             state.num_threads = self._workers(lease, windows)
             works = [work] * state.num_threads
             if checksums.on_device:
                 # First: the others may wait for it. It only starts kernels, and so is not counted as a worker.
-                works.insert(0, lambda: checksums.fold_on_device(_Streams(ready)))
+                works.insert(0, lambda: checksums.fold_on_device(WorkerStreams(ready)))
             run_workers(job, works, tick=self.tick)
 
     def _workers(self, lease: Lease, windows: Sequence[Window]) -> int:
@@ -172,7 +131,7 @@ class _Worker:
         tensors: Sequence[torch.Tensor],
         state: TransferState,
         lease: Lease,
-        streams: _Streams,
+        streams: WorkerStreams,
     ) -> None:
         self.engine = engine
         self.file = file
@@ -246,7 +205,7 @@ class _Reader(_Worker):
         describe: Describe,
         state: TransferState,
         lease: Lease,
-        streams: _Streams,
+        streams: WorkerStreams,
     ) -> None:
         super().__init__(engine, file, tensors, state, lease, streams)
         self.describe = describe
@@ -362,66 +321,6 @@ def _parts(run: torch.Tensor, extents: Sequence[Extent], start: int) -> list[tor
     return [run[e.file_offset - start : e.file_offset - start + e.nbytes] for e in extents]
 
 
-class _Checksums:
-    """CRC-32 of every storage: of large ones on a GPU by the GPU, of the others from the parts that the workers see."""
-
-    def __init__(self, job: Job[Window], tensors: Sequence[torch.Tensor], enabled: bool) -> None:
-        self.values = [0] * len(tensors)
-        self.on_device = [
-            i for i, t in enumerate(tensors) if enabled and t.is_cuda and t.numel() >= device_checksum.FOLD_FROM
-        ]
-        self._folded = set(self.on_device)
-        self._tensors = tensors
-        self._enabled = enabled
-        self._job = job
-        self._missing = [t.numel() if enabled else 0 for t in tensors]
-        self._parts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-
-    def add(self, extents: Sequence[Extent], data: Callable[[Extent], memoryview]) -> None:
-        """Take in the bytes of (parts of) storages."""
-        if not self._enabled:
-            return
-        seen = [
-            (e.storage, e.storage_offset, checksum.crc32(data(e)), e.nbytes)
-            for e in extents
-            if e.storage not in self._folded
-        ]
-        if not seen:
-            return
-        with self._job.condition:
-            for storage, offset, crc, nbytes in seen:
-                if self._missing[storage] == nbytes and storage not in self._parts:
-                    self.values[storage] = crc
-                else:
-                    self._parts[storage].append((offset, crc, nbytes))
-                self._missing[storage] -= nbytes
-                if not self._missing[storage] and storage in self._parts:
-                    parts = sorted(self._parts.pop(storage))
-                    self.values[storage] = checksum.combine((crc, nbytes) for _, crc, nbytes in parts)
-            self._job.condition.notify_all()
-
-    def fold_on_device(self, streams: _Streams) -> None:
-        """Compute the checksums of the storages in `on_device`, in order."""
-        try:
-            for storage in self.on_device:
-                if self._job.stopping:
-                    return
-                tensor = self._tensors[storage]
-                streams.use(tensor.device)
-                value = device_checksum.crc32(tensor)
-                with self._job.condition:
-                    self.values[storage] = value
-                    self._missing[storage] = 0
-                    self._job.condition.notify_all()
-        finally:
-            streams.end()
-
-    def wait(self, needs: range) -> None:
-        """Block until the checksums of these storages are known."""
-        if needs and any(self._missing[i] for i in needs):
-            self._job.wait_until(lambda: not any(self._missing[i] for i in needs))
-
-
 class _Writer(_Worker):
     def __init__(
         self,
@@ -429,10 +328,10 @@ class _Writer(_Worker):
         file: OpenFile,
         gaps: Sequence[Gap],
         tensors: Sequence[torch.Tensor],
-        checksums: _Checksums,
+        checksums: Checksums,
         state: TransferState,
         lease: Lease,
-        streams: _Streams,
+        streams: WorkerStreams,
     ) -> None:
         super().__init__(engine, file, tensors, state, lease, streams)
         self.gaps = gaps

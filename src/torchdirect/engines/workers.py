@@ -53,6 +53,11 @@ class Job(Generic[T]):
                     raise Stopped
                 self.condition.wait()
 
+    def check(self) -> None:
+        """Raise `Stopped` if the job has failed."""
+        if self.stopping:
+            raise Stopped
+
     def fail(self, error: BaseException) -> None:
         """Stop all workers; the first error is the one that the caller sees."""
         with self.condition:
