@@ -221,6 +221,10 @@ def test_open_direct_is_the_same_file(tmp_path: Path) -> None:
         if fd is None:
             pytest.skip("no direct I/O here")
         assert new.open_direct() == fd != new.fd
+        assert fd is not None
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        assert flags & os.O_DIRECT
+        assert not flags & os.O_NOFOLLOW, "libcufile refuses it (5019)"
         assert os.path.samestat(os.fstat(fd), os.fstat(new.fd))
         new.commit()
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -8,6 +8,7 @@
 
 from torchdirect.checkpoint import TransferFallbackWarning, load, save
 from torchdirect.defaults import Settings, settings
+from torchdirect.direct_file import DirectFile, StreamTransfer, TransferBatch
 from torchdirect.errors import (
     CorruptCheckpointError,
     LoadError,
@@ -16,24 +17,31 @@ from torchdirect.errors import (
     TorchDirectError,
     TransferUnavailableError,
 )
+from torchdirect.gpu_buffers import BufferRegistration, deregister_buffer, register_buffer
 from torchdirect.memory import release_staging
 from torchdirect.transfer import TransferReport, TransferType, last_transfer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BufferRegistration",
     "CorruptCheckpointError",
+    "DirectFile",
     "LoadError",
     "SaveError",
     "Settings",
     "SettingsError",
+    "StreamTransfer",
     "TorchDirectError",
+    "TransferBatch",
     "TransferFallbackWarning",
     "TransferReport",
     "TransferType",
     "TransferUnavailableError",
+    "deregister_buffer",
     "last_transfer",
     "load",
+    "register_buffer",
     "release_staging",
     "save",
     "settings",

@@ -23,8 +23,8 @@ from torch.serialization import DEFAULT_PROTOCOL
 from torchdirect import defaults, memory, names, publish, selection, system
 from torchdirect import progress as progress_module
 from torchdirect.defaults import Settings
-from torchdirect.engines import inline, make_engine, try_to_open
-from torchdirect.engines.base import Engine, EngineOptions, OpenFile, TransferState
+from torchdirect.engines import inline, make_engine, open_gpu_file
+from torchdirect.engines.base import Engine, EngineOptions, GpuFile, OpenFile, TransferState
 from torchdirect.errors import CorruptCheckpointError, TransferUnavailableError, save_error
 from torchdirect.formats import torch_zip
 from torchdirect.formats.pickle_index import StorageReference, UnsupportedPickleError
@@ -42,8 +42,6 @@ STORAGE_ALIGNMENT = 4096
 
 _LOOK_AHEAD_BYTES = 256 * MIB
 """Host memory that a callable ``map_location`` may be fed ahead of what it has placed."""
-
-_CACHED = TransferType.CPU_CACHED_GPU
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _EMPTY_ZIP_MAGIC = b"PK\x05\x06"
@@ -214,7 +212,7 @@ def _write_checkpoint(
     )
     tensors, size = [memory.bytes_tensor(s) for s in pickled.storages], layout.file_size
     try:
-        with publish.replacing(path, durable=settings.durable) as replacement:
+        with publish.replacing(path, durable=settings.durable) as replacement, contextlib.ExitStack() as stack:
             replacement.reserve(size)
             if size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO:
                 choice, options = selection.SMALL, EngineOptions(selection.SMALL.transfer_type, 1, BLOCK, MIB)
@@ -222,15 +220,15 @@ def _write_checkpoint(
                 inline.write(file, layout.extents, layout.gaps, tensors, settings.checksum, state)
             else:
                 situation = _situation("save", replacement.fd, size, [t.device for t in tensors], 0.0, settings)
-                trial = functools.partial(_try_cufile, path, replacement.fd, replacement.open_direct, settings)
-                choice, options = _choose(settings, situation, state, trial)
-                direct_fd = replacement.open_direct() if options.transfer_type is not _CACHED else None
-                file = _open_file(path, replacement.fd, direct_fd, size, situation, options, state)
+                files = _Descriptors(path, replacement.fd, replacement.open_direct, settings, stack)
+                choice, options = _choose(settings, situation, state, files)
+                file = _open_file(files, size, situation, options, state)
                 windows = write_windows(layout.extents, layout.gaps, chunk_bytes=options.chunk_bytes, file_size=size)
                 with progress_module.shown(settings.progress, f"saving {path}", state) as tick:
                     engine = make_engine(options, tick)
                     engine.write(file, windows, layout.gaps, tensors, settings.checksum, state)
                 os.ftruncate(replacement.fd, size)
+            stack.close()
             replacement.commit()
     except OSError as exc:
         raise save_error(exc, path, f"writing {size} bytes") from exc
@@ -238,25 +236,21 @@ def _write_checkpoint(
 
 
 def _open_file(
-    path: str,
-    fd: int,
-    direct_fd: int | None,
-    size: int,
-    situation: selection.Situation,
-    options: EngineOptions,
-    state: TransferState,
+    files: _Descriptors, size: int, situation: selection.Situation, options: EngineOptions, state: TransferState
 ) -> OpenFile:
     """Describe a file to the engines, and say so if it could not be opened for direct transfers."""
+    direct_fd = files.direct_fd if options.transfer_type is not TransferType.CPU_CACHED_GPU else None
     if options.transfer_type.uses_direct_io and direct_fd is None:
         if options.strict:
             raise TransferUnavailableError(
                 options.transfer_type.name,
-                f"the file system ({situation.file_system}) refuses to open {path} with O_DIRECT",
+                f"the file system ({situation.file_system}) refuses to open {files.path} with O_DIRECT",
                 "Use 'AUTO' or 'CPU_CACHED_GPU', or fallback='warn'",
             )
         state.fell_back("the file could not be opened with O_DIRECT; went through the page cache")
     align = situation.direct_io
-    return OpenFile(path, fd, direct_fd, size, align.memory_align or 1, align.offset_align or 1)
+    gpu_file = files.gpu_file if options.transfer_type.uses_cufile else None
+    return OpenFile(files.path, files.fd, direct_fd, size, align.memory_align or 1, align.offset_align or 1, gpu_file)
 
 
 def _situation(
@@ -287,30 +281,52 @@ def _situation(
     )
 
 
-def _try_cufile(
-    path: str, fd: int, open_direct: Callable[[], int | None], settings: Settings, transfer_type: TransferType
-) -> bool:
-    """Register a file with cuFile, as a trial before any byte moves; return whether its path is direct.
+class _Descriptors:
+    """The descriptors of one file besides its plain one, opened when they are needed and closed by `stack`."""
 
-    Raises
-    ------
-    TransferUnavailableError
-        If cuFile cannot carry this call, or only in a mode that the settings forbid.
-    """
-    status = gds_status(fd)
-    if settings.gds_compat == "forbid" and not status.direct:
-        raise TransferUnavailableError(
-            transfer_type.name,
-            f"cuFile would run in its compatibility mode, which gds_compat='forbid' rules out: {status.reason}",
-            status.remedy,
-        )
-    options = EngineOptions(transfer_type, 1, MIB, MIB, backend=settings.gds_backend)
-    try_to_open(options, OpenFile(path, fd, open_direct(), 0))
-    return status.direct
+    def __init__(
+        self,
+        path: str,
+        fd: int,
+        open_direct: Callable[[], int | None],
+        settings: Settings,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.path = path
+        self.fd = fd
+        self.gpu_file: GpuFile | None = None
+        self._open_direct = open_direct
+        self._settings = settings
+        self._stack = stack
+
+    @functools.cached_property
+    def direct_fd(self) -> int | None:
+        """A descriptor with ``O_DIRECT``; None where that is refused."""
+        return self._open_direct()
+
+    def open_gpu_file(self, transfer_type: TransferType) -> bool:
+        """Open the file for a cuFile type, before any byte moves; return whether its path is direct.
+
+        Raises
+        ------
+        TransferUnavailableError
+            If cuFile cannot carry this call, or only in a mode that the settings forbid.
+        """
+        status = gds_status(self.fd)
+        if self._settings.gds_compat == "forbid" and not status.direct:
+            raise TransferUnavailableError(
+                transfer_type.name,
+                f"cuFile would run in its compatibility mode, which gds_compat='forbid' rules out: {status.reason}",
+                status.remedy,
+            )
+        fd = self.fd if self.direct_fd is None else self.direct_fd
+        self.gpu_file = open_gpu_file(transfer_type, self._settings.gds_backend, fd, self.path)
+        self._stack.callback(self.gpu_file.close)
+        return status.direct
 
 
 def _choose(
-    settings: Settings, situation: selection.Situation, state: TransferState, try_cufile: Callable[[TransferType], bool]
+    settings: Settings, situation: selection.Situation, state: TransferState, files: _Descriptors
 ) -> tuple[selection.Choice, EngineOptions]:
     requested = settings.transfer_type
     automatic = requested is TransferType.AUTO
@@ -320,7 +336,7 @@ def _choose(
         if not automatic:
             selection.check(requested, situation)
         if choice.transfer_type.uses_cufile:
-            direct = try_cufile(choice.transfer_type)
+            direct = files.open_gpu_file(choice.transfer_type)
     except TransferUnavailableError as exc:
         if not automatic and settings.fallback == "error":
             raise
@@ -339,9 +355,7 @@ def _choose_rest(
     num_threads, chunk_bytes = selection.threads_and_chunk(
         choice.transfer_type, situation, settings.num_threads, settings.chunk_bytes, settings.staging_bytes
     )
-    options = EngineOptions(
-        choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct, settings.gds_backend
-    )
+    options = EngineOptions(choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct)
     return choice, options
 
 
@@ -639,17 +653,15 @@ class _Loader:
         cached = system.cached_fraction(self.fd, size)
         situation = _situation("load", self.fd, size, self.places, cached, self.settings)
 
-        @functools.cache
         def open_direct() -> int | None:
             direct_fd = _open_direct(self.fd)
             if direct_fd is not None:
                 stack.callback(os.close, direct_fd)
             return direct_fd
 
-        trial = functools.partial(_try_cufile, self.index.path, self.fd, open_direct, self.settings)
-        self.choice, self.options = _choose(self.settings, situation, self.state, trial)
-        direct_fd = open_direct() if self.options.transfer_type is not _CACHED else None
-        return _open_file(self.index.path, self.fd, direct_fd, size, situation, self.options, self.state)
+        files = _Descriptors(self.index.path, self.fd, open_direct, self.settings, stack)
+        self.choice, self.options = _choose(self.settings, situation, self.state, files)
+        return _open_file(files, size, situation, self.options, self.state)
 
     def _fill(self, engine: Engine, file: OpenFile, which: Sequence[int]) -> dict[str, torch.UntypedStorage]:
         """Read the storages with these indices; return them by key."""

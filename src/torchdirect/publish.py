@@ -210,9 +210,9 @@ class Replacement:
         """
         self._require_open()
         if self._direct_fd < 0:
-            flags = os.O_RDWR | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC
+            # By the open file, not by its name, so without O_NOFOLLOW: libcufile refuses descriptors with that flag.
             try:
-                self._direct_fd = os.open(self.temporary, flags)
+                self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
             except OSError as exc:
                 if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     return None

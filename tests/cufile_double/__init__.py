@@ -105,6 +105,7 @@ def _use(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuFileDouble]:
     yield double
     monkeypatch.delenv("CUFILE_DOUBLE", raising=False)
     # A test that failed may have left the session open; the next one must start with it closed.
+    driver.let_close()
     double.reset()
     while driver.use_count():
         try:

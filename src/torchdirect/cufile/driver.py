@@ -6,6 +6,8 @@ the software installed), so :func:`acquire` refuses WSL and lets a short-lived c
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import json
 import os
@@ -94,6 +96,7 @@ class DriverProperties:
 
 _lock = threading.RLock()
 _count = 0
+_kept = False
 _holder: Library | None = None
 _owned = False
 _probe: ProbeResult | None = None
@@ -101,8 +104,8 @@ _probe: ProbeResult | None = None
 
 def _after_fork_in_child() -> None:
     # The session belongs to the parent: CUDA does not survive a fork, so the child must neither use nor close it.
-    global _lock, _count, _holder, _owned, _probe
-    _lock, _count, _holder, _owned, _probe = threading.RLock(), 0, None, False, None
+    global _lock, _count, _kept, _holder, _owned, _probe
+    _lock, _count, _kept, _holder, _owned, _probe = threading.RLock(), 0, False, None, False, None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -317,6 +320,36 @@ def session(probing: Probing = "first") -> Iterator[Library]:
         yield held
     finally:
         release()
+
+
+def keep_open() -> None:
+    """Hold the driver session open until :func:`let_close` or the end of the process.
+
+    Opening and closing cost some tenths of a second, which a program that saves again and again should pay once.
+
+    Raises
+    ------
+    CuFileUnavailableError, CuFileError
+        As :func:`acquire`.
+    """
+    global _kept
+    with _lock:
+        if not _kept:
+            acquire()
+            _kept = True
+            # Before the finalizers of handles are registered, so that it runs after them.
+            atexit.register(let_close)
+
+
+def let_close() -> None:
+    """Undo :func:`keep_open`; the driver closes when its other users have let go."""
+    global _kept
+    with _lock:
+        if _kept:
+            _kept = False
+            atexit.unregister(let_close)
+            with contextlib.suppress(CuFileError):
+                release()
 
 
 def use_count() -> int:

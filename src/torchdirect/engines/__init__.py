@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from torchdirect.engines.base import Engine, EngineOptions, OpenFile
+from torchdirect.engines.base import Engine, EngineOptions, GpuFile
 from torchdirect.engines.host import HostEngine
 from torchdirect.transfer import TransferType
 
-if TYPE_CHECKING:
-    from torchdirect.engines.cufile import CuFileEngine
-
-__all__ = ["make_engine", "try_to_open"]
+__all__ = ["make_engine", "open_gpu_file"]
 
 
 def make_engine(options: EngineOptions, tick: Callable[[], None] | None = None) -> Engine:
@@ -25,27 +21,33 @@ def make_engine(options: EngineOptions, tick: Callable[[], None] | None = None) 
     tick
         Called now and then while it runs, in the calling thread.
     """
-    return _cufile_engine(options, tick) if options.transfer_type.uses_cufile else HostEngine(options, tick)
+    if options.transfer_type.uses_cufile:
+        # Imported late: most processes never name a cuFile type.
+        from torchdirect.engines.cufile import CuFileEngine
+
+        return CuFileEngine(options, tick)
+    return HostEngine(options, tick)
 
 
-def try_to_open(options: EngineOptions, file: OpenFile) -> None:
-    """Open a file as a cuFile type would, before any byte moves.
+def open_gpu_file(transfer_type: TransferType, backend: str, fd: int, path: str) -> GpuFile:
+    """Open a file for a cuFile type, before any byte moves; the caller closes it before `fd`.
+
+    Parameters
+    ----------
+    transfer_type
+        One of `GDS`, `GPU_ASYNC`, `GPU_BATCH`.
+    backend
+        ``"cufile"``, or ``"kvikio"`` to run `GDS` through KvikIO.
+    fd, path
+        The file; opened with ``O_DIRECT`` if the file system allows.
 
     Raises
     ------
     TransferUnavailableError
         If that type cannot carry the file, with reason and remedy.
     """
-    with _cufile_engine(options, None).open(file):
-        pass
+    from torchdirect.engines import cufile, kvikio
 
-
-def _cufile_engine(options: EngineOptions, tick: Callable[[], None] | None) -> CuFileEngine:
-    # Imported late: most processes never name a cuFile type.
-    if options.transfer_type is TransferType.GDS and options.backend == "kvikio":
-        from torchdirect.engines.kvikio import KvikIOEngine
-
-        return KvikIOEngine(options, tick)
-    from torchdirect.engines.cufile import CuFileEngine
-
-    return CuFileEngine(options, tick)
+    if transfer_type is TransferType.GDS and backend == "kvikio":
+        return kvikio.open_file(transfer_type, fd, path)
+    return cufile.open_file(transfer_type, fd, path)

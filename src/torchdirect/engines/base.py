@@ -9,8 +9,25 @@ from typing import Protocol
 
 import torch
 
+from torchdirect.engines.streams import QueuedWork
 from torchdirect.plan import Gap, Window
 from torchdirect.transfer import TransferType
+
+
+class GpuFile(Protocol):
+    """A file that moves bytes to and from GPU memory; `cufile.FileHandle` is one."""
+
+    def read(self, device_ptr: int, nbytes: int, file_offset: int = 0, ptr_offset: int = 0) -> int:
+        """Read from the file into GPU memory; return the bytes moved. Raises `CuFileError`."""
+        ...
+
+    def write(self, device_ptr: int, nbytes: int, file_offset: int = 0, ptr_offset: int = 0) -> int:
+        """Write GPU memory into the file; return the bytes moved. Raises `CuFileError`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file. No transfer may be in flight."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,8 @@ class OpenFile:
         Bytes in the (finished) file.
     memory_align, offset_align
         What direct transfers ask of addresses, and of offsets and lengths, in bytes.
+    gpu_file
+        The file as cuFile knows it, for its transfer types.
     """
 
     path: str
@@ -37,6 +56,7 @@ class OpenFile:
     size: int
     memory_align: int = 4096
     offset_align: int = 4096
+    gpu_file: GpuFile | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +77,6 @@ class EngineOptions:
         Whether leaving the path of `transfer_type` is an error.
     direct
         For cuFile types: whether the machine moves this file's bytes by DMA between storage and GPU.
-    backend
-        ``"cufile"``, or ``"kvikio"`` to run `GDS` through KvikIO.
     """
 
     transfer_type: TransferType
@@ -67,7 +85,6 @@ class EngineOptions:
     staging_bytes: int
     strict: bool = False
     direct: bool = False
-    backend: str = "cufile"
 
 
 @dataclass
@@ -112,10 +129,13 @@ class Engine(Protocol):
         tensors: Sequence[torch.Tensor],
         describe: Callable[[int], str],
         state: TransferState,
+        *,
+        queued: QueuedWork | None = None,
     ) -> None:
         """Fill `tensors`; when it returns, they are ready on the caller's current streams.
 
-        ``describe(i)`` names storage ``i`` for messages.
+        ``describe(i)`` names storage ``i`` for messages. `queued` is given where the calling thread is not the one
+        whose queued work counts.
         """
         ...
 
@@ -127,8 +147,10 @@ class Engine(Protocol):
         tensors: Sequence[torch.Tensor],
         crc: bool,
         state: TransferState,
+        *,
+        queued: QueuedWork | None = None,
     ) -> None:
-        """Write every window of a new file; its length is left to the caller.
+        """Write every window of a plan; the length of the file is left to the caller.
 
         What the caller has queued on the tensors' devices is ordered before the first byte is read. ``crc`` says
         whether gaps are rendered with the CRC-32 of the storages, or with zeros.

@@ -19,9 +19,9 @@ from typing import Protocol
 
 import torch
 
-from torchdirect import cufile
+from torchdirect import cufile, gpu_buffers
 from torchdirect.cufile import Batch, BatchEntry, CuFileError, FileHandle, Opcode, RegisteredBuffer
-from torchdirect.engines.base import EngineOptions, OpenFile, TransferState
+from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
 from torchdirect.engines.direct_proof import TransferCounter
 from torchdirect.engines.file_io import advance, wait_again
 from torchdirect.engines.host import HostEngine
@@ -71,18 +71,6 @@ class Stream(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the stream has done everything."""
-        ...
-
-
-class File(Protocol):
-    """A file that moves bytes to and from GPU memory synchronously; `FileHandle` is one."""
-
-    def read(self, device_ptr: int, nbytes: int, file_offset: int = 0, ptr_offset: int = 0) -> int:
-        """Read from the file into GPU memory; return the bytes moved. Raises `CuFileError`."""
-        ...
-
-    def write(self, device_ptr: int, nbytes: int, file_offset: int = 0, ptr_offset: int = 0) -> int:
-        """Write GPU memory into the file; return the bytes moved. Raises `CuFileError`."""
         ...
 
 
@@ -140,18 +128,28 @@ class CudaDevices:
         return _CudaStream(device, queued)
 
 
-def registration_pays(direct: bool, nbytes: int) -> bool:
+def registration_pays(transfer_type: TransferType, direct: bool, nbytes: int) -> bool:
     """Whether to register the memory of a storage for one save or load.
 
     Registration lets the disk reach the memory itself, where cuFile would go through its own buffers on the GPU. In
-    compatibility mode nothing reaches GPU memory but the host, and registration only costs.
+    compatibility mode nothing reaches GPU memory but the host, and registration only costs: 2 GB took 33 ms, and reads
+    were no faster. The stream calls of libcufile 1.15 moved wrong bytes at offsets into registered memory in that mode,
+    so they are given none.
     """
-    return direct and nbytes >= REGISTER_FROM
+    return direct and nbytes >= REGISTER_FROM and transfer_type is not TransferType.GPU_ASYNC
 
 
-@contextlib.contextmanager
-def registered_file(transfer_type: TransferType, file: OpenFile) -> Iterator[FileHandle]:
-    """Register a file with cuFile.
+def open_file(transfer_type: TransferType, fd: int, path: str) -> FileHandle:
+    """Register a file with cuFile, whose driver stays open for the next one.
+
+    Parameters
+    ----------
+    transfer_type
+        One of the three.
+    fd
+        Opened with ``O_DIRECT`` if the file system allows.
+    path
+        For messages.
 
     Raises
     ------
@@ -160,17 +158,16 @@ def registered_file(transfer_type: TransferType, file: OpenFile) -> Iterator[Fil
     """
     name, entry = transfer_type.name, _ENTRY_POINTS[transfer_type]
     try:
-        handle = FileHandle(file.fd if file.direct_fd is None else file.direct_fd, path=file.path)
-    except cufile.CuFileUnavailableError as exc:
-        raise TransferUnavailableError(name, exc.reason, exc.remedy) from exc
-    except CuFileError as exc:
-        raise TransferUnavailableError(name, str(exc), "Use 'AUTO'; `torchdirect doctor` says more") from exc
-    with handle:
+        cufile.driver.keep_open()
         if not cufile.has(entry):
             raise TransferUnavailableError(
                 name, f"this libcufile has no {entry}", "Install a newer libcufile (CUDA 12.2 or later), or use 'GDS'"
             )
-        yield handle
+        return FileHandle(fd, path=path)
+    except cufile.CuFileUnavailableError as exc:
+        raise TransferUnavailableError(name, exc.reason, exc.remedy) from exc
+    except CuFileError as exc:
+        raise TransferUnavailableError(name, str(exc), "Use 'AUTO'; `torchdirect doctor` says more") from exc
 
 
 class CuFileEngine:
@@ -200,21 +197,23 @@ class CuFileEngine:
         tensors: Sequence[torch.Tensor],
         describe: Describe,
         state: TransferState,
+        *,
+        queued: QueuedWork | None = None,
     ) -> None:
         """Fill `tensors` from the windows of a read plan; see `Engine.read`."""
-        with self._begin(file, tensors) as run:
-            requests, rest = split_read(
-                windows,
-                run.straight,
-                request_bytes=run.request_bytes,
-                chunk_bytes=self.options.chunk_bytes,
-                file_size=file.size,
-            )
+        run = self._begin(file, tensors, queued)
+        requests, rest = split_read(
+            windows,
+            run.straight,
+            request_bytes=run.request_bytes,
+            chunk_bytes=self.options.chunk_bytes,
+            file_size=file.size,
+        )
 
-            def by_host(host: HostEngine) -> None:
-                host.read(file, rest, tensors, describe, state, queued=run.queued)
+        def by_host(host: HostEngine) -> None:
+            host.read(file, rest, tensors, describe, state, queued=run.queued)
 
-            self._execute(_Reading(run, state, describe), requests, rest, by_host)
+        self._execute(_Reading(run, state, describe), requests, rest, by_host)
 
     def write(
         self,
@@ -224,31 +223,30 @@ class CuFileEngine:
         tensors: Sequence[torch.Tensor],
         crc: bool,
         state: TransferState,
+        *,
+        queued: QueuedWork | None = None,
     ) -> None:
         """Write every window of a write plan; see `Engine.write`."""
-        with self._begin(file, tensors) as run:
-            requests, rest = split_write(windows, run.straight, request_bytes=run.request_bytes)
-            unseen = {request.storage for request in requests}
+        run = self._begin(file, tensors, queued)
+        requests, rest = split_write(windows, run.straight, request_bytes=run.request_bytes)
+        unseen = {request.storage for request in requests}
 
-            def by_host(host: HostEngine) -> None:
-                host.write(file, rest, gaps, tensors, crc, state, queued=run.queued, unseen=unseen)
+        def by_host(host: HostEngine) -> None:
+            host.write(file, rest, gaps, tensors, crc, state, queued=run.queued, unseen=unseen)
 
-            self._execute(_Writing(run, state), requests, rest, by_host)
+        self._execute(_Writing(run, state), requests, rest, by_host)
 
-    def open(self, file: OpenFile) -> AbstractContextManager[File]:
-        """Open a file for transfers."""
-        return registered_file(self.options.transfer_type, file)
-
-    def request_limit(self) -> int:
-        """Return the most bytes that one request may move."""
-        return cufile.driver.properties().max_direct_io_kib * 1024
-
-    @contextlib.contextmanager
-    def _begin(self, file: OpenFile, tensors: Sequence[torch.Tensor]) -> Iterator[_Run]:
+    def _begin(self, file: OpenFile, tensors: Sequence[torch.Tensor], queued: QueuedWork | None) -> _Run:
+        if file.gpu_file is None:
+            raise ValueError(f"{file.path} was not opened for {self.options.transfer_type.name}")
         straight = [self.devices.holds(t) and t.numel() >= STRAIGHT_FROM for t in tensors]
-        with self.open(file) as handle:
-            request_bytes = max(BLOCK, align_down(min(self.options.chunk_bytes, self.request_limit()), BLOCK))
-            yield _Run(file, handle, tensors, straight, queued_work(tensors), request_bytes, self.devices)
+        request_bytes = self.options.chunk_bytes
+        if isinstance(file.gpu_file, FileHandle):
+            request_bytes = min(request_bytes, cufile.driver.properties().max_direct_io_kib * 1024)
+        request_bytes = max(BLOCK, align_down(request_bytes, BLOCK))
+        queued = queued_work(tensors) if queued is None else queued
+        known = {i for i, t in enumerate(tensors) if gpu_buffers.is_registered(t.data_ptr())}
+        return _Run(file, file.gpu_file, tensors, straight, queued, request_bytes, self.devices, known)
 
     def _execute(
         self, kind: _Transfers, requests: list[Request], rest: list[Window], by_host: Callable[[HostEngine], None]
@@ -295,10 +293,13 @@ class CuFileEngine:
         with contextlib.ExitStack() as stack:
             for storage in dict.fromkeys(request.storage for request in requests):
                 tensor = kind.run.tensors[storage]
-                if registration_pays(self.options.direct, tensor.numel()):
+                if storage in kind.run.in_registered:
+                    continue
+                if registration_pays(self.options.transfer_type, self.options.direct, tensor.numel()):
                     try:
                         with self.devices.current(tensor.device):
                             stack.enter_context(RegisteredBuffer(tensor.data_ptr(), tensor.numel()))
+                        kind.run.in_registered.add(storage)
                     except CuFileError as exc:
                         kind.state.fell_back(f"cuFile registers no more GPU memory ({exc.name}); went on without")
                         break
@@ -314,12 +315,13 @@ class _Run:
     """What one read or write works on."""
 
     file: OpenFile
-    handle: File
+    handle: GpuFile
     tensors: Sequence[torch.Tensor]
     straight: Sequence[bool]
     queued: QueuedWork
     request_bytes: int
     devices: Devices
+    in_registered: set[int]
 
     @property
     def registered(self) -> FileHandle:
@@ -330,8 +332,16 @@ class _Run:
     def device(self, request: Request) -> torch.device:
         return self.tensors[request.storage].device
 
-    def address(self, request: Request) -> int:
-        return self.tensors[request.storage].data_ptr()
+    def range_of(self, r: Request) -> tuple[int, int, int, int]:
+        """Return what cuFile is to be told of a request: address, bytes, file offset, offset from the address.
+
+        A registered buffer is named by its base. Any other memory is named by the address itself: libcufile 1.15 takes
+        the first request at an address for all of its buffer, and its stream calls refuse what lies beyond.
+        """
+        base, offset = self.tensors[r.storage].data_ptr(), r.storage_offset + r.done
+        if r.storage not in self.in_registered:
+            base, offset = base + offset, 0
+        return base, r.nbytes - r.done, r.file_offset + r.done, offset
 
     def wait_for_caller(self) -> None:
         """Wait for what the caller has queued: cuFile's synchronous and batch calls know no streams."""
@@ -399,19 +409,10 @@ class _Reading(_Transfers):
         self._describe = describe
 
     def call(self, r: Request) -> int:
-        return self.run.handle.read(
-            self.run.address(r), r.nbytes - r.done, r.file_offset + r.done, r.storage_offset + r.done
-        )
+        return self.run.handle.read(*self.run.range_of(r))
 
     def queue(self, r: Request, stream: Stream) -> cufile.AsyncRequest:
-        return cufile.read_async(
-            self.run.registered,
-            self.run.address(r),
-            r.nbytes - r.done,
-            r.file_offset + r.done,
-            r.storage_offset + r.done,
-            stream=stream.handle,
-        )
+        return cufile.read_async(self.run.registered, *self.run.range_of(r), stream=stream.handle)
 
     def moved(self, request: Request, count: int) -> Request | None:
         """See `_Transfers.moved`; a read also stops early where the file ends."""
@@ -444,19 +445,10 @@ class _Writing(_Transfers):
     opcode = Opcode.WRITE
 
     def call(self, r: Request) -> int:
-        return self.run.handle.write(
-            self.run.address(r), r.nbytes - r.done, r.file_offset + r.done, r.storage_offset + r.done
-        )
+        return self.run.handle.write(*self.run.range_of(r))
 
     def queue(self, r: Request, stream: Stream) -> cufile.AsyncRequest:
-        return cufile.write_async(
-            self.run.registered,
-            self.run.address(r),
-            r.nbytes - r.done,
-            r.file_offset + r.done,
-            r.storage_offset + r.done,
-            stream=stream.handle,
-        )
+        return cufile.write_async(self.run.registered, *self.run.range_of(r), stream=stream.handle)
 
     def failed(self, request: Request, exc: OSError) -> BaseException:
         doing = (
@@ -554,20 +546,9 @@ def _feed(kind: _Transfers, job: Job[Request], batch: Batch, requests: deque[Req
         job.check()
         entries = []
         while requests and len(flying) < batch.capacity:
-            r, cookie = requests.popleft(), next(cookies)
-            flying[cookie] = r
-            at, done = run.address(r), r.done
-            entries.append(
-                BatchEntry(
-                    run.registered,
-                    kind.opcode,
-                    at,
-                    r.nbytes - done,
-                    r.file_offset + done,
-                    r.storage_offset + done,
-                    cookie,
-                )
-            )
+            cookie = next(cookies)
+            flying[cookie] = requests.popleft()
+            entries.append(BatchEntry(run.registered, kind.opcode, *run.range_of(flying[cookie]), cookie))
         if entries:
             try:
                 batch.submit(entries)
@@ -601,4 +582,4 @@ def _drain(batch: Batch) -> None:
                 silent_since = time.monotonic()
 
 
-__all__ = ["CuFileEngine", "CudaDevices", "Devices", "File", "Stream", "registered_file", "registration_pays"]
+__all__ = ["CuFileEngine", "CudaDevices", "Devices", "Stream", "open_file", "registration_pays"]

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-from collections.abc import Iterator
+import fcntl
+import os
 from typing import Any
 
 from torchdirect.cufile import CuFileError, Failure
-from torchdirect.engines.base import OpenFile
-from torchdirect.engines.cufile import CuFileEngine, File
+from torchdirect.engines.base import GpuFile
 from torchdirect.errors import TransferUnavailableError
+from torchdirect.transfer import TransferType
 
 _REMEDY = "Install it (pip install 'torchdirect[kvikio]'), or use gds_backend='cufile'"
 
 
-class KvikIOEngine(CuFileEngine):
-    """Executes plans on `GDS` by ``kvikio.CuFile``; what cuFile does not carry moves as in `CuFileEngine`."""
+def open_file(transfer_type: TransferType, fd: int, path: str) -> GpuFile:
+    """Open a file with KvikIO, which opens descriptors of its own.
 
-    @contextlib.contextmanager
-    def open(self, file: OpenFile) -> Iterator[File]:
-        """Open a file with KvikIO, which keeps descriptors of its own.
+    Parameters as for `engines.cufile.open_file`.
 
-        Raises
-        ------
-        TransferUnavailableError
-            If KvikIO is not installed, or cannot open the file.
-        """
-        name = self.options.transfer_type.name
-        try:
-            import kvikio
-        except ImportError as exc:
-            raise TransferUnavailableError(name, f"KvikIO cannot be imported: {exc}", _REMEDY) from exc
-        try:
-            # Whether the descriptor may write says what this call needs: a load opens its file for reading only.
-            opened = kvikio.CuFile(f"/proc/self/fd/{file.fd}", "r+" if _writable(file.fd) else "r")
-        except (OSError, RuntimeError) as exc:
-            raise TransferUnavailableError(name, f"KvikIO cannot open {file.path}: {exc}", _REMEDY) from exc
-        with opened:
-            yield _KvikIOFile(opened, file.path)
-
-    def request_limit(self) -> int:
-        """KvikIO cuts requests itself."""
-        return self.options.chunk_bytes
+    Raises
+    ------
+    TransferUnavailableError
+        If KvikIO is not installed, or cannot open the file.
+    """
+    name = transfer_type.name
+    try:
+        import kvikio
+    except ImportError as exc:
+        raise TransferUnavailableError(name, f"KvikIO cannot be imported: {exc}", _REMEDY) from exc
+    try:
+        # Whether the descriptor may write says what this call needs: a load opens its file for reading only.
+        return _KvikIOFile(kvikio.CuFile(f"/proc/self/fd/{fd}", "r+" if _writable(fd) else "r"), path)
+    except (OSError, RuntimeError) as exc:
+        raise TransferUnavailableError(name, f"KvikIO cannot open {path}: {exc}", _REMEDY) from exc
 
 
 def _writable(fd: int) -> bool:
-    import fcntl
-    import os
-
     return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
 
 
@@ -75,6 +64,9 @@ class _KvikIOFile:
 
     def write(self, device_ptr: int, nbytes: int, file_offset: int = 0, ptr_offset: int = 0) -> int:
         return self._transfer("pwrite", device_ptr + ptr_offset, nbytes, file_offset)
+
+    def close(self) -> None:
+        self._opened.close()
 
     def _transfer(self, name: str, address: int, nbytes: int, file_offset: int) -> int:
         memory = _Memory(address, nbytes, read_only=False)
