@@ -79,6 +79,20 @@ def test_read_windows_serve_extents_that_overlap_in_the_file() -> None:
     assert bytes_of(windows) == expected_bytes(extents)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 40 * BLOCK), st.integers(0, 30 * BLOCK)), min_size=1, max_size=6), CHUNKS,
+    st.one_of(st.none(), st.integers(0, 5 * BLOCK)),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_read_windows_serve_any_extents(places: list[tuple[int, int]], chunk: int, max_gap: int | None) -> None:
+    extents = [Extent(offset, nbytes, i) for i, (offset, nbytes) in enumerate(places)]
+    windows = read_windows(extents, chunk_bytes=chunk, file_size=80 * BLOCK, block=BLOCK, max_gap=max_gap)
+    assert bytes_of(windows) == expected_bytes(extents)
+    for window in windows:
+        assert 0 < window.nbytes <= chunk
+        assert window.file_offset % BLOCK == 0
+
+
 def test_read_windows_skip_large_holes_and_read_through_small_ones() -> None:
     extents = [Extent(0, 100, 0), Extent(600, 100, 1), Extent(100 * BLOCK, 100, 2)]
     windows = read_windows(extents, chunk_bytes=200 * BLOCK, file_size=200 * BLOCK, block=BLOCK, max_gap=1000)

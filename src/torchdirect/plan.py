@@ -146,7 +146,8 @@ def read_windows(
             inside.clear()
 
     for extent in sorted((e for e in extents if e.nbytes), key=lambda e: e.file_offset):
-        if inside and (extent.file_offset > end + max_gap or extent.file_offset >= start + chunk_bytes):
+        before = extent.file_offset < start  # of bytes that an extent split over several windows has covered
+        if inside and (before or extent.file_offset > end + max_gap or extent.file_offset >= start + chunk_bytes):
             close()
         offset, remaining, storage_offset = extent.file_offset, extent.nbytes, extent.storage_offset
         if inside and extent.nbytes > chunk_bytes // 2 and extent.end > start + chunk_bytes:

@@ -88,37 +88,57 @@ def run_workers(
         Called in the calling thread about every `tick_seconds` while the workers run.
     """
 
-    def body(work: Callable[[], None]) -> None:
+    def body(work: Callable[[], None], ended: threading.Event) -> None:
         try:
             work()
         except BaseException as exc:  # raised again below, in the calling thread
             job.fail(exc)
+        finally:
+            ended.set()
 
-    threads: list[threading.Thread] = []
+    started: list[tuple[threading.Thread, threading.Event]] = []
     waiting = list(works)
     try:
         while waiting and (len(works) > 1 or tick):
-            name = f"torchdirect-io-{len(threads)}"
-            thread = threading.Thread(target=body, args=(waiting[0],), name=name, daemon=True)
+            name, ended = f"torchdirect-io-{len(started)}", threading.Event()
+            thread = threading.Thread(target=body, args=(waiting[0], ended), name=name, daemon=True)
+            started.append((thread, ended))  # first: an interrupt in start() must not lose a thread that runs
             try:
                 thread.start()
             except RuntimeError:
+                started.pop()
                 break
-            threads.append(thread)
             del waiting[0]
         for work in waiting:
-            body(work)
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(tick_seconds if tick else None)
+            body(work, threading.Event())
+        for _, ended in started:
+            while not ended.wait(tick_seconds if tick else None):
                 if tick:
                     tick()
     except BaseException as exc:
         job.fail(exc)
         raise
     finally:
-        for thread in threads:
-            thread.join()
+        _wait_for_all(started)
     if job.error is not None:
         raise job.error
-    return max(1, len(threads))
+    return max(1, len(started))
+
+
+def _wait_for_all(started: Sequence[tuple[threading.Thread, threading.Event]]) -> None:
+    """Wait until the workers have ended, through any number of interrupts: the memory that they use may be freed next.
+
+    Their events tell it. A `Thread.join` that is interrupted may mark a running thread as ended, up to Python 3.12.
+    """
+    interrupt: BaseException | None = None
+    for thread, ended in started:
+        while not ended.is_set():
+            try:
+                if not ended.wait(1.0) and thread.ident is None:
+                    break  # interrupted before it came to life
+            except BaseException as exc:
+                interrupt = exc
+        if thread.ident is not None:
+            thread.join()
+    if interrupt is not None:
+        raise interrupt
