@@ -15,9 +15,10 @@ from typing import Literal
 
 import torch
 
-from torchdirect import cufile, defaults, memory, selection, system
+from torchdirect import cufile, defaults, gpu_buffers, memory, selection, system
 from torchdirect.engines import make_engine, open_gpu_file
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
+from torchdirect.engines.cufile import require_unregistered
 from torchdirect.engines.streams import QueuedWork, queued_work
 from torchdirect.errors import CorruptCheckpointError, TransferUnavailableError, save_error
 from torchdirect.gds_status import gds_status
@@ -55,21 +56,30 @@ class _Piece:
 class StreamTransfer:
     """A transfer that a CUDA stream will do. Ask for its `result` after the stream has run."""
 
-    def __init__(self, request: cufile.AsyncRequest, data: torch.Tensor) -> None:
+    def __init__(self, request: cufile.AsyncRequest, data: torch.Tensor, path: str) -> None:
+        self._path = path
         self._request = request
         self._data = data  # keeps the memory alive until the result is taken
 
     def result(self) -> int:
-        """Return the bytes moved, fewer than asked for only at the end of the file.
+        """Return the bytes moved.
 
         Raises
         ------
         RuntimeError
             If the stream has not come to it yet: synchronise the stream, or an event recorded after the call, first.
+        EOFError
+            If it moved fewer bytes than asked for: the file ended.
         OSError
             If the transfer failed.
         """
-        return self._request.result()
+        count, asked = self._request.result(), self._data.numel()
+        if count < asked:
+            raise EOFError(
+                f"{self._path}: {asked} bytes at offset {self._request.file_offset} were asked for, and {count} moved: "
+                "the file is shorter"
+            )
+        return count
 
 
 class DirectFile:
@@ -213,9 +223,8 @@ class DirectFile:
         Later work on the stream sees the data. Needs cuFile, a GPU tensor, and the `GPU_ASYNC` type or ``AUTO``.
         """
         self._require("read")
-        piece = self._piece(tensor, offset)
-        self._require_inside([piece])
-        return self._queue(cufile.read_async, piece, stream)
+        # What is queued before it may make the file longer, so only its result tells whether the bytes were there.
+        return self._queue(cufile.read_async, self._piece(tensor, offset), stream)
 
     def write_async(self, tensor: Buffer, offset: int = 0, stream: torch.cuda.Stream | None = None) -> StreamTransfer:
         """Queue a write on a CUDA stream (the current one by default), by ``cuFileWriteAsync``.
@@ -237,6 +246,8 @@ class DirectFile:
             )
         if not piece.data.is_cuda:
             raise TransferUnavailableError(name, "the tensor is in host memory", "Use submit_read or submit_write")
+        if gpu_buffers.registered_base(piece.data) is not None:
+            require_unregistered(gds_status(self._open_fd()).direct)
         handle = self._gpu_file(TransferType.GPU_ASYNC)
         assert isinstance(handle, cufile.FileHandle)
         with torch.cuda.device(piece.data.device):
@@ -244,7 +255,7 @@ class DirectFile:
             request = call(
                 handle, piece.data.data_ptr(), piece.data.numel(), piece.offset, 0, stream=int(stream.cuda_stream)
             )
-        return StreamTransfer(request, piece.data)
+        return StreamTransfer(request, piece.data, self.path)
 
     # ------------------------------------------------------------------------------------------ batches
 

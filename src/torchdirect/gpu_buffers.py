@@ -14,9 +14,10 @@ _lock = threading.Lock()
 _buffers: dict[int, cufile.RegisteredBuffer] = {}
 
 
-def is_registered(address: int) -> bool:
-    """Tell whether a registered buffer begins at this address."""
-    return address in _buffers
+def registered_base(tensor: torch.Tensor) -> int | None:
+    """Return where the registered buffer of a tensor begins; None if its storage is not registered."""
+    address = tensor.untyped_storage().data_ptr()
+    return address if address in _buffers else None
 
 
 class BufferRegistration:
@@ -31,7 +32,7 @@ class BufferRegistration:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if is_registered(self._storage.data_ptr()):
+        if self._storage.data_ptr() in _buffers:
             deregister_buffer(self._storage)
 
 
@@ -39,7 +40,8 @@ def register_buffer(buffer: torch.Tensor | torch.UntypedStorage) -> BufferRegist
     """Register the memory of a GPU tensor with cuFile, so that the disk can reach it without a buffer in between.
 
     It pays for memory that many transfers use, such as a pool of KV-cache blocks, on a machine where GPUDirect Storage
-    is real. All of the tensor's storage is registered.
+    is real; in cuFile's compatibility mode it gains nothing, and `GPU_ASYNC` refuses such memory. All of the tensor's
+    storage is registered.
 
     Parameters
     ----------

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import torchdirect as td
+from torchdirect.gds_status import gds_status
 
 pytestmark = pytest.mark.gpu
 HOST = ["AUTO", "CPU_GPU", "CPU_ASYNC_GPU", "CPU_CACHED_GPU"]
@@ -59,8 +60,10 @@ def test_stream_ordered(tmp_path: Path) -> None:
         stream.synchronize()
         assert (written.result(), read.result()) == (tensor.numel(), tensor.numel())
         assert int(total) == 9 * tensor.numel()
-        with pytest.raises(EOFError, match="past the end"):
-            file.read_async(back, 1 << 30)
+        beyond = file.read_async(back, 1 << 30, stream)
+        stream.synchronize()
+        with pytest.raises((EOFError, OSError)):
+            beyond.result()
 
 
 @pytest.mark.parametrize("transfer_type", CUFILE)
@@ -71,6 +74,11 @@ def test_registered_buffers(transfer_type: str, tmp_path: Path) -> None:
         with td.register_buffer(pool), td.register_buffer(back):
             with pytest.raises(ValueError, match="registered already"):
                 td.register_buffer(pool)
+            if transfer_type == "GPU_ASYNC" and not gds_status(tmp_path).direct:
+                for call in (file.write, file.read_into, file.write_async, file.read_async):
+                    with pytest.raises(td.TransferUnavailableError, match="registered memory"):
+                        call(pool[2])
+                return
             file.write(pool)
             file.read_into(back)
             assert torch.equal(back, pool)

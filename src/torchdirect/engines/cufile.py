@@ -139,6 +139,23 @@ def registration_pays(transfer_type: TransferType, direct: bool, nbytes: int) ->
     return direct and nbytes >= REGISTER_FROM and transfer_type is not TransferType.GPU_ASYNC
 
 
+def require_unregistered(direct: bool) -> None:
+    """Refuse registered memory to stream calls in compatibility mode, where libcufile 1.15 moved wrong bytes.
+
+    Raises
+    ------
+    TransferUnavailableError
+        Unless the path is direct.
+    """
+    if not direct:
+        raise TransferUnavailableError(
+            TransferType.GPU_ASYNC.name,
+            "the memory is registered with cuFile, whose stream calls move wrong bytes to and from registered memory "
+            "in its compatibility mode",
+            "deregister_buffer() it, or use 'GDS' or 'GPU_BATCH'",
+        )
+
+
 def open_file(transfer_type: TransferType, fd: int, path: str) -> FileHandle:
     """Register a file with cuFile, whose driver stays open for the next one.
 
@@ -245,8 +262,10 @@ class CuFileEngine:
             request_bytes = min(request_bytes, cufile.driver.properties().max_direct_io_kib * 1024)
         request_bytes = max(BLOCK, align_down(request_bytes, BLOCK))
         queued = queued_work(tensors) if queued is None else queued
-        known = {i for i, t in enumerate(tensors) if gpu_buffers.is_registered(t.data_ptr())}
-        return _Run(file, file.gpu_file, tensors, straight, queued, request_bytes, self.devices, known)
+        bases = {i: base for i, t in enumerate(tensors) if (base := gpu_buffers.registered_base(t)) is not None}
+        if bases and self.options.transfer_type is TransferType.GPU_ASYNC:
+            require_unregistered(self.options.direct)
+        return _Run(file, file.gpu_file, tensors, straight, queued, request_bytes, self.devices, bases)
 
     def _execute(
         self, kind: _Transfers, requests: list[Request], rest: list[Window], by_host: Callable[[HostEngine], None]
@@ -293,13 +312,13 @@ class CuFileEngine:
         with contextlib.ExitStack() as stack:
             for storage in dict.fromkeys(request.storage for request in requests):
                 tensor = kind.run.tensors[storage]
-                if storage in kind.run.in_registered:
+                if storage in kind.run.bases:
                     continue
                 if registration_pays(self.options.transfer_type, self.options.direct, tensor.numel()):
                     try:
                         with self.devices.current(tensor.device):
                             stack.enter_context(RegisteredBuffer(tensor.data_ptr(), tensor.numel()))
-                        kind.run.in_registered.add(storage)
+                        kind.run.bases[storage] = tensor.data_ptr()
                     except CuFileError as exc:
                         kind.state.fell_back(f"cuFile registers no more GPU memory ({exc.name}); went on without")
                         break
@@ -321,7 +340,8 @@ class _Run:
     queued: QueuedWork
     request_bytes: int
     devices: Devices
-    in_registered: set[int]
+    bases: dict[int, int]
+    """Where the registered buffer of a storage begins, by index of the storage."""
 
     @property
     def registered(self) -> FileHandle:
@@ -338,10 +358,9 @@ class _Run:
         A registered buffer is named by its base. Any other memory is named by the address itself: libcufile 1.15 takes
         the first request at an address for all of its buffer, and its stream calls refuse what lies beyond.
         """
-        base, offset = self.tensors[r.storage].data_ptr(), r.storage_offset + r.done
-        if r.storage not in self.in_registered:
-            base, offset = base + offset, 0
-        return base, r.nbytes - r.done, r.file_offset + r.done, offset
+        address = self.tensors[r.storage].data_ptr() + r.storage_offset + r.done
+        base = self.bases.get(r.storage, address)
+        return base, r.nbytes - r.done, r.file_offset + r.done, address - base
 
     def wait_for_caller(self) -> None:
         """Wait for what the caller has queued: cuFile's synchronous and batch calls know no streams."""
@@ -582,4 +601,4 @@ def _drain(batch: Batch) -> None:
                 silent_since = time.monotonic()
 
 
-__all__ = ["CuFileEngine", "CudaDevices", "Devices", "Stream", "open_file", "registration_pays"]
+__all__ = ["CuFileEngine", "CudaDevices", "Devices", "Stream", "open_file", "registration_pays", "require_unregistered"]
