@@ -6,7 +6,9 @@
 >>> print(td.last_transfer())
 """
 
-from torchdirect.checkpoint import TransferFallbackWarning, load, save
+from torchdirect import safetensors
+from torchdirect.checkpoint import load, save
+from torchdirect.conversion import Converted, convert
 from torchdirect.defaults import Settings, settings
 from torchdirect.direct_file import DirectFile, StreamTransfer, TransferBatch
 from torchdirect.errors import (
@@ -18,13 +20,21 @@ from torchdirect.errors import (
     TransferUnavailableError,
 )
 from torchdirect.gpu_buffers import BufferRegistration, deregister_buffer, register_buffer
+from torchdirect.in_place import load_into
+from torchdirect.lazy import CheckpointHandle, TensorSlice
+from torchdirect.lazy import open_checkpoint as open
 from torchdirect.memory import release_staging
+from torchdirect.road import TransferFallbackWarning
+from torchdirect.sharded import load_sharded, save_sharded
+from torchdirect.tensor_file import TensorInfo
 from torchdirect.transfer import TransferReport, TransferType, last_transfer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BufferRegistration",
+    "CheckpointHandle",
+    "Converted",
     "CorruptCheckpointError",
     "DirectFile",
     "LoadError",
@@ -32,17 +42,25 @@ __all__ = [
     "Settings",
     "SettingsError",
     "StreamTransfer",
+    "TensorInfo",
+    "TensorSlice",
     "TorchDirectError",
     "TransferBatch",
     "TransferFallbackWarning",
     "TransferReport",
     "TransferType",
     "TransferUnavailableError",
+    "convert",
     "deregister_buffer",
     "last_transfer",
     "load",
+    "load_into",
+    "load_sharded",
+    "open",
     "register_buffer",
     "release_staging",
+    "safetensors",
     "save",
+    "save_sharded",
     "settings",
 ]

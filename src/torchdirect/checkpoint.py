@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import gc
@@ -13,25 +12,22 @@ import pickle
 import stat
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, TypeGuard
 
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from torchdirect import defaults, memory, names, publish, selection, system
-from torchdirect import progress as progress_module
+from torchdirect import defaults, memory, names, publish, road, safetensors, selection
 from torchdirect.defaults import Settings
-from torchdirect.engines import inline, make_engine, open_gpu_file
-from torchdirect.engines.base import Engine, EngineOptions, GpuFile, OpenFile, TransferState
-from torchdirect.errors import CorruptCheckpointError, TransferUnavailableError, save_error
+from torchdirect.engines import inline
+from torchdirect.engines.base import EngineOptions, TransferState
+from torchdirect.errors import CorruptCheckpointError, save_error
 from torchdirect.formats import torch_zip
 from torchdirect.formats.pickle_index import StorageReference, UnsupportedPickleError
-from torchdirect.gds_status import gds_status
-from torchdirect.plan import Extent, read_windows, write_windows
-from torchdirect.transfer import TransferReport, TransferType, set_last_transfer
-from torchdirect.units import BLOCK, MIB
+from torchdirect.plan import Extent
+from torchdirect.transfer import TransferReport, TransferType
+from torchdirect.units import MIB
 
 logger = logging.getLogger("torchdirect")
 
@@ -45,10 +41,6 @@ _LOOK_AHEAD_BYTES = 256 * MIB
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _EMPTY_ZIP_MAGIC = b"PK\x05\x06"
-
-
-class TransferFallbackWarning(UserWarning):
-    """The transfer type that was asked for is not available, and ``fallback="warn"`` took another."""
 
 
 # ------------------------------------------------------------------------------------------------------ save
@@ -72,8 +64,9 @@ def save(
 ) -> None:
     """Save an object to a file, as ``torch.save`` does, over the shortest path to storage.
 
-    The file is an ordinary PyTorch checkpoint. It appears under its name only when it is complete; until then, and
-    after any failure, an older file of that name stays as it was.
+    The file is an ordinary PyTorch checkpoint, or, if its name ends in ``.safetensors``, a safetensors file. It appears
+    under its name only when it is complete; until then, and after any failure, an older file of that name stays as it
+    was.
 
     Parameters
     ----------
@@ -127,6 +120,10 @@ def save(
         _report_torch("save", f, settings, "file objects are written by torch.save", start)
         return
     path = os.fspath(f)
+    if path.endswith(".safetensors") and publish.is_replaceable(path):
+        safetensors.check_tensors(obj)
+        safetensors.write(obj, path, None, settings, start, align=False)  # type: ignore[arg-type]
+        return
     if reason := _save_elsewhere(path, _use_new_zipfile_serialization):
         _save_with_torch(obj, path, save_arguments, settings)
         _report_torch("save", path, settings, reason, start)
@@ -143,7 +140,8 @@ def save(
     with _gc_paused():
         choice, options, nbytes = _write_checkpoint(pickled, path, not _disable_byteorder_record, settings, state)
     payload = sum(s.nbytes() for s in pickled.storages)
-    _report("save", path, settings.transfer_type, choice, options, state, nbytes, payload, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    road.publish_report(road.make_report("save", path, settings, choice, options, state, nbytes, payload, seconds))
 
 
 def _is_path(f: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -210,183 +208,9 @@ def _write_checkpoint(
         byteorder=sys.byteorder if byteorder else None,
         crc=settings.checksum,
     )
-    tensors, size = [memory.bytes_tensor(s) for s in pickled.storages], layout.file_size
-    try:
-        with publish.replacing(path, durable=settings.durable) as replacement, contextlib.ExitStack() as stack:
-            replacement.reserve(size)
-            if size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO:
-                choice, options = selection.SMALL, EngineOptions(selection.SMALL.transfer_type, 1, BLOCK, MIB)
-                file = OpenFile(path, replacement.fd, None, size)
-                inline.write(file, layout.extents, layout.gaps, tensors, settings.checksum, state)
-            else:
-                situation = _situation("save", replacement.fd, size, [t.device for t in tensors], 0.0, settings)
-                files = _Descriptors(path, replacement.fd, replacement.open_direct, settings, stack)
-                choice, options = _choose(settings, situation, state, files)
-                file = _open_file(files, size, situation, options, state)
-                windows = write_windows(layout.extents, layout.gaps, chunk_bytes=options.chunk_bytes, file_size=size)
-                with progress_module.shown(settings.progress, f"saving {path}", state) as tick:
-                    engine = make_engine(options, tick)
-                    engine.write(file, windows, layout.gaps, tensors, settings.checksum, state)
-                os.ftruncate(replacement.fd, size)
-            stack.close()
-            replacement.commit()
-    except OSError as exc:
-        raise save_error(exc, path, f"writing {size} bytes") from exc
-    return choice, options, size
-
-
-def _open_file(
-    files: _Descriptors, size: int, situation: selection.Situation, options: EngineOptions, state: TransferState
-) -> OpenFile:
-    """Describe a file to the engines, and say so if it could not be opened for direct transfers."""
-    direct_fd = files.direct_fd if options.transfer_type is not TransferType.CPU_CACHED_GPU else None
-    if options.transfer_type.uses_direct_io and direct_fd is None:
-        if options.strict:
-            raise TransferUnavailableError(
-                options.transfer_type.name,
-                f"the file system ({situation.file_system}) refuses to open {files.path} with O_DIRECT",
-                "Use 'AUTO' or 'CPU_CACHED_GPU', or fallback='warn'",
-            )
-        state.fell_back("the file could not be opened with O_DIRECT; went through the page cache")
-    align = situation.direct_io
-    gpu_file = files.gpu_file if options.transfer_type.uses_cufile else None
-    return OpenFile(files.path, files.fd, direct_fd, size, align.memory_align or 1, align.offset_align or 1, gpu_file)
-
-
-def _situation(
-    operation: str,
-    fd: int,
-    nbytes: int,
-    devices: Sequence[torch.device],
-    cached: float,
-    settings: Settings,
-) -> selection.Situation:
-    file_system = system.file_system_type(fd)
-    kinds = {device.type for device in set(devices)}
-    asks_gds = "cuda" in kinds and settings.transfer_type is TransferType.AUTO
-    return selection.Situation(
-        operation=operation,
-        nbytes=nbytes,
-        storages=len(devices),
-        on_gpu="cuda" in kinds,
-        on_host="cpu" in kinds,
-        direct_io=system.direct_io(fd),
-        file_system=file_system,
-        in_memory=file_system in ("tmpfs", "ramfs"),
-        cached=cached,
-        durable=settings.durable,
-        available_memory=system.available_memory(),
-        cpus=system.cpu_count(),
-        gds=asks_gds and gds_status(fd).direct,
-    )
-
-
-class _Descriptors:
-    """The descriptors of one file besides its plain one, opened when they are needed and closed by `stack`."""
-
-    def __init__(
-        self,
-        path: str,
-        fd: int,
-        open_direct: Callable[[], int | None],
-        settings: Settings,
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self.path = path
-        self.fd = fd
-        self.gpu_file: GpuFile | None = None
-        self._open_direct = open_direct
-        self._settings = settings
-        self._stack = stack
-
-    @functools.cached_property
-    def direct_fd(self) -> int | None:
-        """A descriptor with ``O_DIRECT``; None where that is refused."""
-        return self._open_direct()
-
-    def open_gpu_file(self, transfer_type: TransferType) -> bool:
-        """Open the file for a cuFile type, before any byte moves; return whether its path is direct.
-
-        Raises
-        ------
-        TransferUnavailableError
-            If cuFile cannot carry this call, or only in a mode that the settings forbid.
-        """
-        status = gds_status(self.fd)
-        if self._settings.gds_compat == "forbid" and not status.direct:
-            raise TransferUnavailableError(
-                transfer_type.name,
-                f"cuFile would run in its compatibility mode, which gds_compat='forbid' rules out: {status.reason}",
-                status.remedy,
-            )
-        fd = self.fd if self.direct_fd is None else self.direct_fd
-        self.gpu_file = open_gpu_file(transfer_type, self._settings.gds_backend, fd, self.path)
-        self._stack.callback(self.gpu_file.close)
-        return status.direct
-
-
-def _choose(
-    settings: Settings, situation: selection.Situation, state: TransferState, files: _Descriptors
-) -> tuple[selection.Choice, EngineOptions]:
-    requested = settings.transfer_type
-    automatic = requested is TransferType.AUTO
-    choice = selection.choose(situation) if automatic else selection.Choice(requested, "as requested")
-    direct = False
-    try:
-        if not automatic:
-            selection.check(requested, situation)
-        if choice.transfer_type.uses_cufile:
-            direct = files.open_gpu_file(choice.transfer_type)
-    except TransferUnavailableError as exc:
-        if not automatic and settings.fallback == "error":
-            raise
-        choice = selection.choose(dataclasses.replace(situation, gds=False))
-        text = f"{exc} Took {choice.transfer_type.name} instead"
-        state.fell_back(text)
-        if not automatic:
-            warnings.warn(text, TransferFallbackWarning, stacklevel=5)
-        return _choose_rest(settings, situation, choice, strict=False, direct=False)
-    return _choose_rest(settings, situation, choice, not automatic and settings.fallback == "error", direct)
-
-
-def _choose_rest(
-    settings: Settings, situation: selection.Situation, choice: selection.Choice, strict: bool, direct: bool
-) -> tuple[selection.Choice, EngineOptions]:
-    num_threads, chunk_bytes = selection.threads_and_chunk(
-        choice.transfer_type, situation, settings.num_threads, settings.chunk_bytes, settings.staging_bytes
-    )
-    options = EngineOptions(choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct)
-    return choice, options
-
-
-def _report(
-    operation: str,
-    path: str,
-    requested: TransferType,
-    choice: selection.Choice,
-    options: EngineOptions,
-    state: TransferState,
-    nbytes: int,
-    payload: int,
-    seconds: float,
-) -> None:
-    report = TransferReport(
-        operation=operation,
-        path=path,
-        requested=requested,
-        used=choice.transfer_type,
-        reason=choice.reason,
-        bytes=nbytes,
-        payload_bytes=payload,
-        seconds=seconds,
-        num_threads=state.num_threads or 1,
-        chunk_bytes=options.chunk_bytes,
-        retries=state.retries,
-        fallbacks=tuple(state.fallbacks),
-        direct=state.direct,
-    )
-    set_last_transfer(report)
-    logger.debug("%s", report)
+    tensors = [memory.bytes_tensor(s) for s in pickled.storages]
+    choice, options = road.write_file(path, layout, tensors, settings.checksum, settings, state)
+    return choice, options, layout.file_size
 
 
 def _report_torch(operation: str, f: FileLike, settings: Settings, reason: str, start: float) -> None:
@@ -395,11 +219,8 @@ def _report_torch(operation: str, f: FileLike, settings: Settings, reason: str, 
         nbytes = os.stat(path).st_size if _is_path(f) else 0
     except OSError:
         nbytes = 0
-    report = TransferReport(
-        operation, path, settings.transfer_type, None, reason, nbytes, 0, time.perf_counter() - start
-    )
-    set_last_transfer(report)
-    logger.debug("%s", report)
+    seconds = time.perf_counter() - start
+    road.publish_report(TransferReport(operation, path, settings.transfer_type, None, reason, nbytes, 0, seconds))
 
 
 # ------------------------------------------------------------------------------------------------------ load
@@ -420,7 +241,7 @@ def load(
     progress: defaults.Progress | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load an object that ``torch.save`` or `save` wrote, as ``torch.load`` does, over the shortest path from storage.
+    """Load an object that ``torch.save`` or `save` wrote, or a safetensors file, over the shortest path from storage.
 
     The storages are filled first, by several threads and without a second copy in host memory; then ``torch.load``
     itself unpickles the object over them, so everything that it allows and refuses stays so.
@@ -483,6 +304,8 @@ def load(
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and safetensors.is_file(path, inline.read(fd, 16, 0)):
+            return safetensors.load_mapped(path, map_location, settings)
         if reason := _check_file(fd, status, path):
             return with_torch(reason)
         small = status.st_size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO
@@ -503,16 +326,12 @@ def load(
         if loader.foreign:
             return with_torch(f"there are tensors for {loader.foreign}")
         result = loader.load(pickle_module, arguments)
-    _report(
-        "load",
-        path,
-        settings.transfer_type,
-        loader.choice,
-        loader.options,
-        loader.state,
-        status.st_size,
-        sum(s.nbytes for s in index.storages),
-        time.perf_counter() - start,
+    reading, payload = loader.reading, sum(s.nbytes for s in index.storages)
+    seconds = time.perf_counter() - start
+    road.publish_report(
+        road.make_report(
+            "load", path, settings, reading.choice, reading.options, reading.state, status.st_size, payload, seconds
+        )
     )
     return result
 
@@ -552,8 +371,6 @@ def _naming(f: FileLike) -> Iterator[None]:
 
 def _load_elsewhere(path: str, map_location: Any, mmap: bool | None) -> str:
     """Return why ``torch.load`` itself reads this file, or an empty string."""
-    if path.endswith(".safetensors"):
-        return "safetensors files are read by torch.load"
     if mmap is None:
         with contextlib.suppress(ImportError, AttributeError):
             from torch.utils.serialization import config
@@ -606,11 +423,9 @@ class _Loader:
         self.fd = fd
         self.map_location = map_location
         self.settings = settings
-        self.state = TransferState()
+        self.reading: road.Reading
         self.places: list[torch.device] = []
         self.foreign = ""
-        self.choice = selection.Choice(TransferType.CPU_CACHED_GPU, "")
-        self.options = EngineOptions(TransferType.CPU_CACHED_GPU, 1, MIB, MIB)
         self._resolve_devices()
 
     def _resolve_devices(self) -> None:
@@ -633,37 +448,13 @@ class _Loader:
         self.foreign = ", ".join(sorted({d.type for d in resolved.values()} - {"cpu", "cuda"}))
 
     def load(self, pickle_module: Any, arguments: dict[str, Any]) -> Any:
-        if self.settings.pin_memory and not torch.cuda.is_available():
-            raise RuntimeError("pin_memory=True needs CUDA, and torch.cuda.is_available() is False; leave it out")
-        with contextlib.ExitStack() as stack:
-            file = self._open(stack)
-            tick = stack.enter_context(
-                progress_module.shown(self.settings.progress, f"loading {self.index.path}", self.state)
-            )
-            engine = make_engine(self.options, tick)
-            if callable(self.map_location):
-                provide = self._provide_ahead(engine, file)
-            else:
-                provide = self._provide_all(engine, file)
+        with road.Reading(self.index.path, self.fd, self.index.file_size, self.places, self.settings) as reading:
+            self.reading = reading
+            provide = self._provide_ahead() if callable(self.map_location) else self._provide_all()
             with _naming(self.index.path):
                 return torch_zip.unpickle(self.index, provide, self.map_location, pickle_module, arguments)
 
-    def _open(self, stack: contextlib.ExitStack) -> OpenFile:
-        size = self.index.file_size
-        cached = system.cached_fraction(self.fd, size)
-        situation = _situation("load", self.fd, size, self.places, cached, self.settings)
-
-        def open_direct() -> int | None:
-            direct_fd = _open_direct(self.fd)
-            if direct_fd is not None:
-                stack.callback(os.close, direct_fd)
-            return direct_fd
-
-        files = _Descriptors(self.index.path, self.fd, open_direct, self.settings, stack)
-        self.choice, self.options = _choose(self.settings, situation, self.state, files)
-        return _open_file(files, size, situation, self.options, self.state)
-
-    def _fill(self, engine: Engine, file: OpenFile, which: Sequence[int]) -> dict[str, torch.UntypedStorage]:
+    def _fill(self, which: Sequence[int]) -> dict[str, torch.UntypedStorage]:
         """Read the storages with these indices; return them by key."""
         stored, pinned = [self.index.storages[i] for i in which], self.settings.pin_memory
         places = [self.places[i] for i in which]
@@ -672,20 +463,18 @@ class _Loader:
             for s, device in zip(stored, places, strict=True)
         ]
         extents = [Extent(s.file_offset, s.nbytes, n) for n, s in enumerate(stored)]
-        windows = read_windows(extents, chunk_bytes=self.options.chunk_bytes, file_size=file.size)
-        describe = names.describer(self.index.pickle.root, [s.key for s in stored])
-        engine.read(file, windows, tensors, describe, self.state)
+        self.reading.fill(extents, tensors, names.describer(self.index.pickle.root, [s.key for s in stored]))
         return {s.key: tensor.untyped_storage() for s, tensor in zip(stored, tensors, strict=True)}
 
-    def _provide_all(self, engine: Engine, file: OpenFile) -> torch_zip.StorageProvider:
-        full = self._fill(engine, file, range(len(self.index.storages)))
+    def _provide_all(self) -> torch_zip.StorageProvider:
+        full = self._fill(range(len(self.index.storages)))
 
         def provide(reference: StorageReference) -> torch.UntypedStorage:
             return full[reference.key]
 
         return provide
 
-    def _provide_ahead(self, engine: Engine, file: OpenFile) -> torch_zip.StorageProvider:
+    def _provide_ahead(self) -> torch_zip.StorageProvider:
         """Read storages in the order of the pickle, a bounded amount ahead of the callable that places them."""
         full: dict[str, torch.UntypedStorage] = {}
         position = 0
@@ -697,17 +486,9 @@ class _Loader:
                 while stop < len(self.index.storages) and (stop == position or ahead < _LOOK_AHEAD_BYTES):
                     ahead += self.index.storages[stop].nbytes
                     stop += 1
-                full.update(self._fill(engine, file, range(position, stop)))
+                full.update(self._fill(range(position, stop)))
                 position = stop
             # An empty storage is asked for at every reference to it; the others once.
             return full.pop(reference.key) if reference.nbytes else full[reference.key]
 
         return provide
-
-
-def _open_direct(fd: int) -> int | None:
-    """Open the same file once more with ``O_DIRECT``; None where that is refused."""
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None

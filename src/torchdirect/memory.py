@@ -216,6 +216,7 @@ def release_staging() -> int:
 
 
 _PLACED_FROM = 256 << 10
+_DTYPE_ALIGNMENT = 16
 
 
 def allocate(nbytes: int, device: torch.device, file_offset: int, *, pinned: bool) -> torch.Tensor:
@@ -223,11 +224,12 @@ def allocate(nbytes: int, device: torch.device, file_offset: int, *, pinned: boo
 
     A large one in host memory has an address at the same place in a 4 KiB block as `file_offset` in the file. Then
     every block of the file that lies inside it can be read straight into it, whatever alignment the device asks of
-    memory. Small ones share a window of the file with others and gain nothing from it.
+    memory. Small ones share a window of the file with others and gain nothing from it; and where the file itself is not
+    aligned for every dtype, the storage is.
     """
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if nbytes < _PLACED_FROM:
+    if nbytes < _PLACED_FROM or file_offset % _DTYPE_ALIGNMENT:
         return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
     whole = torch.empty(nbytes + BLOCK, dtype=torch.uint8, device=device, pin_memory=pinned).untyped_storage()
     if not pinned:

@@ -30,9 +30,14 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
         yield from _walk(child, f"{path}.{name}" if path and name else path or name, depth + 1)
 
 
+def walk(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value inside an indexed object with its dotted path."""
+    return _walk(root, "", 0)
+
+
 def stored_name(root: Any, key: str) -> str:
     """Return the name of the tensor that uses storage `key` in an indexed object, or the record's name."""
-    for path, value in _walk(root, "", 0):
+    for path, value in walk(root):
         if isinstance(value, StorageReference) and value.key == key:
             return f"tensor {path!r}" if path else f"record 'data/{key}'"
     return f"record 'data/{key}'"

@@ -204,3 +204,29 @@ def test_several_gpus_in_one_object(tmp_path: Path) -> None:
     state = [torch.full((3 * MIB,), float(i), device=f"cuda:{i}") for i in range(count)]
     td.save([*state, torch.ones(5)], tmp_path / "a.pt")
     assert same(td.load(tmp_path / "a.pt"), [*state, torch.ones(5)])
+
+
+def test_safetensors_lazy_reads_and_loads_in_place(tmp_path: Path) -> None:
+    state = {f"t{n}": torch.randn(n, 1000, device="cuda") for n in (1, 700, 5000)}
+    for path in (tmp_path / "a.safetensors", tmp_path / "a.pt"):
+        td.save(state, path)
+        assert same(td.load(path, map_location="cuda"), state)
+        with td.open(path, device="cuda") as file:
+            assert same({name: file[name] for name in state}, state)
+            assert torch.equal(file.get_slice("t5000")[17:40, 3:900], state["t5000"][17:40, 3:900])
+        half = {name: torch.zeros_like(t, dtype=torch.bfloat16) for name, t in state.items()}
+        target = {name: torch.zeros_like(t) for name, t in state.items()}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        td.load_into(target, path)
+        assert torch.cuda.max_memory_allocated() - before < 64 * MIB
+        assert same(target, state)
+        td.load_into(half, path)
+        assert same(half, {name: t.bfloat16() for name, t in state.items()})
+    td.save_sharded(state, tmp_path / "m", 8 * MIB)
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        total = sum(t.sum() for t in td.load_sharded(tmp_path / "m", device="cuda").values())
+    side.synchronize()
+    assert torch.isfinite(torch.as_tensor(total))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchdirect.cli import doctor_view
+from torchdirect.cli import doctor_view, files
 
 __all__ = ["app", "run"]
 
@@ -89,3 +89,17 @@ def doctor(
     else:
         doctor_view.show(report)
     raise typer.Exit(0 if report.direct else 1)
+
+
+app.command(
+    epilog="\b\nExit status: 0, 1 if the file cannot be read, 2 for wrong use.\n\n"
+    "\b\nExamples:\n"
+    "  torchdirect inspect ckpt.pt --sort bytes --limit 20\n"
+    "  torchdirect inspect model.safetensors --filter '*.norm.*' --json"
+)(files.inspect)
+app.command(
+    epilog="\b\nExit status: 0, 1 if it fails, 2 for wrong use.\n\n"
+    "\b\nExamples:\n"
+    "  torchdirect convert ckpt.pt model.safetensors --dtype bfloat16 --align\n"
+    "  torchdirect convert model.safetensors shards/ --max-shard 5GB"
+)(files.convert)

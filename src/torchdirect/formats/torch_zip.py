@@ -21,6 +21,7 @@ import torch
 from torchdirect import checksum
 from torchdirect.errors import CorruptCheckpointError
 from torchdirect.formats import zip_layout
+from torchdirect.formats.layout import FileLayout
 from torchdirect.formats.pickle_index import STORAGE_DTYPES, PickleIndex, StorageReference, index_pickle, rebuild_plain
 from torchdirect.formats.zip_directory import STORED, Entry, ReadAt, payload_offset, read_directory
 from torchdirect.plan import Extent, Gap
@@ -147,25 +148,6 @@ def archive_name(path: str) -> str:
         return "archive"  # PyTorch's writer hands such names to Python, and the archive does not learn the name
     base = path.replace("\\", "/").rsplit("/", 1)[-1]
     return base.rsplit(".", 1)[0] or "archive"
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """A complete new file before any I/O.
-
-    Attributes
-    ----------
-    file_size
-        Bytes.
-    extents
-        Where each storage's bytes go (none for empty storages).
-    gaps
-        Everything else.
-    """
-
-    file_size: int
-    extents: tuple[Extent, ...]
-    gaps: tuple[Gap, ...]
 
 
 def layout_file(
