@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from cufile_double import CuFileDouble
 from torchdirect import memory
-from torchdirect.cufile import driver
+from torchdirect.cufile import Batch, driver, stream
 from torchdirect.engines import cufile as engine_module
 from torchdirect.engines import direct_proof, inline, make_engine
 from torchdirect.engines.base import EngineOptions, OpenFile, TransferState
@@ -325,15 +326,194 @@ def test_a_file_that_is_shorter_than_planned(options: EngineOptions, double: CuF
         load(tmp_path / "a", [Extent(0, 300_000, 0)], options, double)
 
 
-def test_a_host_fault_stops_the_rest(options: EngineOptions, double: CuFileDouble, tmp_path: Path,
-                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    def fail(*_: Any) -> int:
+def fail_in_workers(monkeypatch: pytest.MonkeyPatch, ready: Callable[[], bool]) -> list[str]:
+    """Let the host engine's writes fail once `ready` holds; the calling thread's, which make the image, succeed."""
+    real, failed = os.pwritev, []
+
+    def pwritev(*arguments: Any) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return real(*arguments)
+        deadline = time.monotonic() + 10
+        while not ready():
+            assert time.monotonic() < deadline, "cuFile was never called"
+        failed.append(threading.current_thread().name)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pwritev", fail)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    return failed
+
+
+def cufile_calls(double: CuFileDouble) -> int:
+    return sum(double.get(f"calls.{f}") for f in ("cuFileWrite", "cuFileWriteAsync", "cuFileBatchIOSubmit"))
+
+
+def test_a_host_fault_stops_the_rest(options: EngineOptions, double: CuFileDouble, tmp_path: Path,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    failed = fail_in_workers(monkeypatch, lambda: cufile_calls(double) > 0)
     tensors = storages(SIZES)
     with pytest.raises(OSError, match="Input/output"):
         save(tmp_path / "a", tensors, options, double, [t for t in tensors if t.numel()])
+    assert failed
+
+
+def test_a_host_fault_stops_what_is_tried_again(options: EngineOptions, double: CuFileDouble, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Not only when the time for trying again, half a minute, is over."""
+    double.fail("cuFileWrite", errno.EAGAIN)
+    double.set("async.nth", -1)
+    double.set("async.value", -errno.EAGAIN)
+    double.set("batch.event.nth", -1)
+    double.set("batch.event.ret", -errno.EAGAIN)
+    failed = fail_in_workers(monkeypatch, lambda: cufile_calls(double) > 3)
+    tensors = storages([400_000])
+    began = time.monotonic()
+    with pytest.raises(OSError, match="Input/output"):
+        save(tmp_path / "a", tensors, options, double, tensors)
+    assert failed
+    assert time.monotonic() - began < 10
+
+
+class BrokenStream(FakeStream):
+    """Answers like a stream of a GPU with an error; the first of its kind does, the others work."""
+
+    made: list[BrokenStream]
+
+    def __init__(self, double: CuFileDouble) -> None:
+        super().__init__(double)
+        self.broken = not self.made
+        self.made.append(self)
+
+    def mark(self) -> Callable[[], None]:
+        return self.synchronize
+
+    def synchronize(self) -> None:
+        if self.broken:
+            self._double.run_stream(self.handle)
+            raise RuntimeError("CUDA error")
+        super().synchronize()
+
+
+class UnmarkedStream(FakeStream):
+    def mark(self) -> Callable[[], None]:
+        raise RuntimeError("CUDA error")
+
+
+def test_a_broken_gpu_leaves_nothing_in_flight_on_another(
+    double: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    BrokenStream.made = []
+    monkeypatch.setattr(FakeDevices, "stream", lambda self, *_: BrokenStream(self._double))
+    monkeypatch.setattr(engine_module._Run, "device", lambda self, request: torch.device("cuda", request.storage))
+    (tmp_path / "a").write_bytes(bytes(100_000))
+    options = dataclasses.replace(OPTIONS, transfer_type=TransferType.GPU_ASYNC, num_threads=1)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        load(tmp_path / "a", [Extent(0, 8192, 0), Extent(40_960, 8192, 1)], options, double)
+    assert len(BrokenStream.made) == 2
+    assert double.get("live.async") == stream.pending() == 0
+
+
+def test_a_stream_that_takes_no_mark(double: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDevices, "stream", lambda self, *_: UnmarkedStream(self._double))
+    (tmp_path / "a").write_bytes(bytes(100_000))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        options = dataclasses.replace(OPTIONS, transfer_type=TransferType.GPU_ASYNC)
+        load(tmp_path / "a", [Extent(0, 81_920, 0)], options, double)
+    assert double.get("live.async") == stream.pending() == 0
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["late", "never"])
+def test_a_batch_that_fails_is_drained(
+    answers: bool, double: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However slow the disk is; and the memory is kept where cuFile never answers."""
+    monkeypatch.setattr(engine_module, "_SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_module, "_HUNG_SECONDS", 30.0 if answers else 0.05)
+    monkeypatch.setattr(engine_module, "_never_answered", [])
+    polls, left = itertools.count(), []
+    poll, close = Batch.poll, Batch.close
+
+    def slow(self: Batch, *arguments: Any) -> Any:
+        return poll(self, *arguments) if answers and next(polls) > 20 else []
+
+    def closing(self: Batch) -> None:
+        left.append(self.outstanding)
+        close(self)
+
+    monkeypatch.setattr(Batch, "poll", slow)
+    monkeypatch.setattr(Batch, "close", closing)
+    failed = fail_in_workers(monkeypatch, lambda: cufile_calls(double) > 0)
+    tensors = storages([400_000])
+    with pytest.raises(OSError, match="Input/output"):
+        options = dataclasses.replace(OPTIONS, transfer_type=TransferType.GPU_BATCH)
+        save(tmp_path / "a", tensors, options, double, tensors)
+    assert failed
+    if answers:
+        assert left == [0]
+        assert engine_module._never_answered == []
+    else:
+        assert left[0] > 0
+        assert engine_module._never_answered == [tensors]
+
+
+def test_only_the_refused_submission_is_left(
+    double: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_never_answered", [])
+    monkeypatch.setattr(engine_module, "_SILENCE_SECONDS", 0.05)
+    double.fail("cuFileBatchIOSubmit", 5030, nth=2)
+    double.set("props.max_batch_io_size", 4)
+    double.set("batch.step", 1)
+    (tmp_path / "a").write_bytes(bytes(400_000))
+    options = dataclasses.replace(OPTIONS, transfer_type=TransferType.GPU_BATCH)
+    with pytest.raises(LoadError, match="5030"):
+        load(tmp_path / "a", [Extent(0, 327_680, 0)], options, double)
+    assert engine_module._never_answered == []
+
+
+@pytest.mark.parametrize("kind", [TransferType.GPU_ASYNC, TransferType.GPU_BATCH], ids=lambda kind: kind.name)
+def test_a_read_of_nothing_is_no_proof_of_a_short_file(
+    kind: TransferType, double: CuFileDouble, tmp_path: Path
+) -> None:
+    double.set("async.nth", 2)
+    double.set("async.value", 0)
+    double.set("batch.event.nth", 2)
+    double.set("batch.event.status", 0x10)
+    (tmp_path / "a").write_bytes(bytes(100_000))
+    with pytest.raises(LoadError, match="cuFile moved nothing and gave no error"):
+        load(tmp_path / "a", [Extent(0, 81_920, 0)], dataclasses.replace(OPTIONS, transfer_type=kind), double)
+
+
+def on_page(nbytes: int) -> torch.Tensor:
+    memory = torch.empty(nbytes + 4096, dtype=torch.uint8)
+    start = -memory.data_ptr() % 4096
+    return memory[start : start + nbytes]
+
+
+def test_requests_are_whole_blocks(options: EngineOptions, double: CuFileDouble, tmp_path: Path) -> None:
+    """The double refuses everything else here: address, offset and length, also where a transfer is taken up again."""
+    double.set("align", 4096)
+    double.set("batch.short.nth", 2)
+    double.set("batch.short.by", 4096)
+    double.set("async.short.nth", 2)
+    double.set("async.short.by", 4096)
+    double.set("cap.write", 8192)
+    tensors = [on_page(n).copy_(t) for n, t in zip(SIZES, storages(SIZES), strict=True)]
+    expected, _ = save(tmp_path / "a", tensors, options, double, [t for t in tensors if t.numel()])
+    assert (tmp_path / "a").read_bytes() == expected
+
+
+def test_a_refused_alignment_is_told(options: EngineOptions, double: CuFileDouble, tmp_path: Path) -> None:
+    double.set("align", 1 << 20)
+    (tmp_path / "a").write_bytes(bytes(400_000))
+    with pytest.raises(LoadError, match=r"offset \d+ \(tensor 't0'\)"):
+        load(tmp_path / "a", [Extent(4096, 300_000, 0)], options, double)
+
+
+def test_the_threads_of_the_host_engine_are_told(double: CuFileDouble, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(400_000))
+    _, state = load(tmp_path / "a", [Extent(0, 300_000, 0)], OPTIONS, double, on_host=(0,))
+    assert state.num_threads == 3
+    assert state.direct is None
 
 
 def test_an_interrupt_leaves_nothing_in_flight(options: EngineOptions, double: CuFileDouble, tmp_path: Path) -> None:
@@ -402,6 +582,10 @@ def test_requests_in_flight_and_their_size(double: CuFileDouble, tmp_path: Path)
     load(tmp_path / "a", [Extent(0, 999_424, 0)], OPTIONS, double)
     assert double.get("peak.inflight") == 3
     assert double.get("calls.cuFileRead") == 999_424 // 8192
+    double.set("props.max_direct_io_size", 0)
+    driver.let_close()
+    load(tmp_path / "a", [Extent(0, 999_424, 0)], OPTIONS, double)
+    assert double.get("calls.cuFileRead") == 999_424 // 8192 + 999_424 // CHUNK
 
 
 STATS = "GDS Version: 1.13\nIO stats: {}, peer IO stats: Enabled\nReads\t\t\t: n={} ok=1 err=0\nWrites\t\t: n=2 ok=2\n"

@@ -155,3 +155,19 @@ def test_a_file_cut_short_while_it_is_read(transfer_type: str, tmp_path: Path, m
     monkeypatch.setattr(engine.CuFileEngine, "_begin", cut)
     with pytest.raises((td.CorruptCheckpointError, td.LoadError), match=r"a\.pt.*offset \d+.*'weight'"):
         td.load(path, transfer_type=transfer_type)
+
+
+def test_a_batch_that_fails_is_drained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuFile answers for every entry that was cancelled, or has completed all the same."""
+    from torchdirect.engines import cufile as engine
+
+    path = tmp_path / "a.pt"
+    td.save({"weight": torch.ones(64 * MIB, device="cuda")}, path, durable=False)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stopped with entries in flight")
+
+    monkeypatch.setattr(engine._Reading, "moved", fail)
+    with pytest.raises(RuntimeError, match="in flight"):
+        td.load(path, transfer_type="GPU_BATCH", chunk_bytes=MIB)
+    assert engine._never_answered == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,7 @@ def test_registered_buffers(transfer_type: str, tmp_path: Path) -> None:
             with pytest.raises(ValueError, match="registered already"):
                 td.register_buffer(pool)
             if transfer_type == "GPU_ASYNC" and not gds_status(tmp_path).direct:
+                os.truncate(tmp_path / "a", 64 * MIB)
                 for call in (file.write, file.read_into, file.write_async, file.read_async):
                     with pytest.raises(td.TransferUnavailableError, match="registered memory"):
                         call(pool[2])

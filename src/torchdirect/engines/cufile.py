@@ -48,7 +48,15 @@ _BATCH_DEPTH = 32
 """Requests of a batch in flight. From 16 to 64, with 16 to 1 MiB each, the rates were equal."""
 
 _POLL_SECONDS = 0.1
+
 _SILENCE_SECONDS = 5.0
+"""Without an answer, until entries of a refused submission count as never taken."""
+
+_HUNG_SECONDS = 40.0
+"""Without an answer, until cuFile is given up; longer than the time-out of the NVMe driver, 30 seconds by default."""
+
+_never_answered: list[Sequence[torch.Tensor]] = []
+"""Memory of batches that were given up. cuFile may still reach it, so it is kept: nothing else must take its place."""
 
 _ENTRY_POINTS = {
     TransferType.GDS: "cuFileRead",
@@ -259,7 +267,8 @@ class CuFileEngine:
         straight = [self.devices.holds(t) and t.numel() >= STRAIGHT_FROM for t in tensors]
         request_bytes = self.options.chunk_bytes
         if isinstance(file.gpu_file, FileHandle):
-            request_bytes = min(request_bytes, cufile.driver.properties().max_direct_io_kib * 1024)
+            # Where it gives no limit, a request of one block each would be the worst answer.
+            request_bytes = min(request_bytes, cufile.driver.properties().max_direct_io_kib * 1024 or request_bytes)
         request_bytes = max(BLOCK, align_down(request_bytes, BLOCK))
         queued = queued_work(tensors) if queued is None else queued
         bases = {i: base for i, t in enumerate(tensors) if (base := gpu_buffers.registered_base(t)) is not None}
@@ -285,7 +294,8 @@ class CuFileEngine:
         with self._registered(kind, requests):
             # With a tick all works run in threads, and an interrupt in this one cannot hit them.
             run_workers(job, works, tick=self.tick or _nothing)
-        state.num_threads = max(1, threads)
+        if threads or not rest:  # else the host engine has told how many it took
+            state.num_threads = max(1, threads)
         state.direct = (options.direct and counter.moved() is not False) if requests else None
 
     def _note_rest(self, kind: _Transfers, rest: Sequence[Window]) -> None:
@@ -389,17 +399,13 @@ class _Transfers:
         """Return the error to raise for a request."""
         raise NotImplementedError
 
-    def ended(self, request: Request) -> BaseException:
-        """Return the error for a request that moved nothing and gave no error."""
-        raise NotImplementedError
-
     def moved(self, request: Request, count: int) -> Request | None:
         """Take note of bytes that a call has moved; return what is left, if anything.
 
         A call that stops early is taken up again on a block boundary, since offsets must stay aligned.
         """
         if count <= 0:
-            raise self.ended(request)
+            raise self.failed(request, OSError(errno.EIO, "cuFile moved nothing and gave no error"))
         try:
             done, deadline = advance(
                 BLOCK, request.file_offset, request.done, count, request.nbytes, request.deadline, self.state
@@ -437,7 +443,7 @@ class _Reading(_Transfers):
         """See `_Transfers.moved`; a read also stops early where the file ends."""
         reached = request.done + max(count, 0)
         if reached < request.nbytes and os.fstat(self.run.file.fd).st_size <= request.file_offset + reached:
-            raise self.ended(request._replace(done=reached))
+            raise self._cut_short(request._replace(done=reached))
         return super().moved(request, count)
 
     def failed(self, request: Request, exc: OSError) -> BaseException:
@@ -452,7 +458,7 @@ class _Reading(_Transfers):
             name,
         )
 
-    def ended(self, request: Request) -> BaseException:
+    def _cut_short(self, request: Request) -> BaseException:
         return CorruptCheckpointError(
             f"{self.run.file.path}: the file ends at offset {request.file_offset + request.done}, within "
             f"{self._describe(request.storage)} ({request.nbytes} bytes at offset {request.file_offset}): it became "
@@ -475,9 +481,6 @@ class _Writing(_Transfers):
             f"(storage {request.storage}, record 'data/{request.storage}') by cuFile ({exc})"
         )
         return save_error(exc, self.run.file.path, doing)
-
-    def ended(self, request: Request) -> BaseException:
-        return self.failed(request, OSError(errno.EIO, "cuFile wrote nothing and gave no error"))
 
 
 def _run_calls(kind: _Transfers, job: Job[Request]) -> None:
@@ -505,6 +508,7 @@ def _run_streams(kind: _Transfers, job: Job[Request]) -> None:
     try:
         while True:
             while len(flying) < _STREAM_DEPTH:
+                job.check()
                 request = unfinished.popleft() if unfinished else job.take()
                 if request is None:
                     break
@@ -518,28 +522,31 @@ def _run_streams(kind: _Transfers, job: Job[Request]) -> None:
                     except CuFileError as exc:
                         unfinished.append(kind.again(request, exc))
                         continue
-                    flying.append((request, queued, stream.mark()))
+                    # Known before it is marked: a mark that fails must not lose what the stream will write to.
+                    flying.append((request, queued, stream.synchronize))
+                    flying[-1] = (request, queued, stream.mark())
             if not flying:
                 return
             request, queued, wait = flying[0]
             wait()
-            flying.popleft()
+            left: Request | None
             try:
                 count = queued.result()
             except CuFileError as exc:
-                unfinished.append(kind.again(request, exc))
-                continue
-            left = kind.moved(request, count)
+                left = kind.again(request, exc)
+            else:
+                left = kind.moved(request, count)
+            flying.popleft()
             if left is not None:
                 unfinished.append(left)
     finally:
-        # Also after an error: no stream may write to memory, or store a result, when this has returned.
-        try:
-            for stream in streams.values():
-                stream.synchronize()
-        finally:
+        # Also after an error: no stream may write to memory, or store a result, when this has returned. Every stream
+        # is waited for, whatever the others answer, and only then is anything let go: the stack runs backwards.
+        with contextlib.ExitStack() as ends:
             for _, queued, _ in flying:
-                queued.discard()
+                ends.callback(queued.discard)
+            for stream in streams.values():
+                ends.callback(stream.synchronize)
 
 
 def _run_batch(kind: _Transfers, job: Job[Request]) -> None:
@@ -551,28 +558,32 @@ def _run_batch(kind: _Transfers, job: Job[Request]) -> None:
         waiting[kind.run.device(request)].append(request)
     for device, requests in waiting.items():
         with kind.run.devices.current(device), Batch(capacity) as batch:
+            flying: dict[int, Request] = {}
             try:
-                _feed(kind, job, batch, requests)
+                _feed(kind, job, batch, requests, flying)
             finally:
-                _drain(batch)
+                _drain(batch, flying, kind.run.tensors)
 
 
-def _feed(kind: _Transfers, job: Job[Request], batch: Batch, requests: deque[Request]) -> None:
+def _feed(
+    kind: _Transfers, job: Job[Request], batch: Batch, requests: deque[Request], flying: dict[int, Request]
+) -> None:
+    """Move `requests`; `flying` holds those that cuFile has taken and not answered, by cookie."""
     run = kind.run
-    flying: dict[int, Request] = {}
     cookies = iter(range(1, 1 << 62))
     while requests or flying:
         job.check()
-        entries = []
-        while requests and len(flying) < batch.capacity:
-            cookie = next(cookies)
-            flying[cookie] = requests.popleft()
-            entries.append(BatchEntry(run.registered, kind.opcode, *run.range_of(flying[cookie]), cookie))
-        if entries:
+        sent: dict[int, Request] = {}
+        while requests and len(flying) + len(sent) < batch.capacity:
+            sent[next(cookies)] = requests.popleft()
+        if sent:
             try:
-                batch.submit(entries)
+                batch.submit(
+                    [BatchEntry(run.registered, kind.opcode, *run.range_of(r), cookie) for cookie, r in sent.items()]
+                )
             except CuFileError as exc:
-                raise kind.failed(flying[entries[0].cookie], exc) from exc
+                raise kind.failed(next(iter(sent.values())), exc) from exc
+            flying.update(sent)
         try:
             events = batch.poll(1, _POLL_SECONDS)
         except CuFileError as exc:
@@ -587,7 +598,7 @@ def _feed(kind: _Transfers, job: Job[Request], batch: Batch, requests: deque[Req
                 requests.append(left)
 
 
-def _drain(batch: Batch) -> None:
+def _drain(batch: Batch, flying: dict[int, Request], tensors: Sequence[torch.Tensor]) -> None:
     """Cancel what is in flight and wait for it: its memory may be freed as soon as this has returned."""
     if not batch.outstanding:
         return
@@ -595,10 +606,13 @@ def _drain(batch: Batch) -> None:
         batch.cancel()
     silent_since = time.monotonic()
     with contextlib.suppress(CuFileError):
-        # A submission that was refused may leave entries of which cuFile will never tell.
-        while batch.outstanding and time.monotonic() < silent_since + _SILENCE_SECONDS:
-            if batch.poll(1, _POLL_SECONDS):
+        # Whatever else is outstanding comes from a submission that was refused: cuFile may never tell of it.
+        while batch.outstanding and time.monotonic() < silent_since + (_HUNG_SECONDS if flying else _SILENCE_SECONDS):
+            for event in batch.poll(1, _POLL_SECONDS):
                 silent_since = time.monotonic()
+                flying.pop(event.cookie, None)
+    if flying:
+        _never_answered.append(tensors)
 
 
 __all__ = ["CuFileEngine", "CudaDevices", "Devices", "Stream", "open_file", "registration_pays", "require_unregistered"]
