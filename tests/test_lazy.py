@@ -164,6 +164,8 @@ def test_other_files_and_devices(tmp_path: Path) -> None:
     with pytest.raises(td.CorruptCheckpointError, match=r"td\.load"):
         td.open(tmp_path / "legacy.pt")
     td.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match="not to 'meta'"):
+        td.open(tmp_path / "a.pt", device="meta")
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="cuda"):
             td.open(tmp_path / "a.pt", device="cuda")

@@ -392,7 +392,7 @@ def _check_file(fd: int, status: os.stat_result, path: str) -> str:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(
             errno.EISDIR,
-            "Is a directory; name a file in it (a distributed checkpoint is loaded with torch.distributed.checkpoint)",
+            "Is a directory; name a file in it (td.load_sharded loads shards, torch.distributed.checkpoint its own)",
             path,
         )
     if not stat.S_ISREG(status.st_mode):

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from torchdirect import cufile, defaults, gpu_buffers, memory, selection, system
+from torchdirect import cufile, defaults, gpu_buffers, memory, road, selection, system
 from torchdirect.engines import make_engine, open_gpu_file
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
 from torchdirect.engines.cufile import require_unregistered
@@ -131,13 +131,14 @@ class DirectFile:
         self._pool: ThreadPoolExecutor | None = None
         self._gpu_files: dict[TransferType, GpuFile] = {}
         self._options: dict[tuple[bool, bool], EngineOptions] = {}
+        self._streamed: set[torch.device] = set()
         self._direct_fd: int | None = None
         self._fd = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
         try:
             # Also what open() refuses; reading a directory fails late.
             if os.path.isdir(self.path):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.path)
-            self._direct_fd = _open_direct(self._fd, _FLAGS[mode] & os.O_ACCMODE)
+            self._direct_fd = road.open_direct_again(self._fd, _FLAGS[mode] & os.O_ACCMODE)
         except BaseException:
             self.close()
             raise
@@ -252,6 +253,7 @@ class DirectFile:
         assert isinstance(handle, cufile.FileHandle)
         with torch.cuda.device(piece.data.device):
             stream = torch.cuda.current_stream() if stream is None else stream
+            self._streamed.add(piece.data.device)
             request = call(
                 handle, piece.data.data_ptr(), piece.data.numel(), piece.offset, 0, stream=int(stream.cuda_stream)
             )
@@ -271,11 +273,15 @@ class DirectFile:
         return self._fd < 0
 
     def close(self) -> None:
-        """Wait for submitted transfers and close the file; closing twice is allowed."""
+        """Wait for submitted and stream-ordered transfers, and close the file; closing twice is allowed."""
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
+        # A stream may still have to use the file.
+        for device in self._streamed:
+            torch.cuda.synchronize(device)
+        self._streamed.clear()
         with self._lock:
             for handle in self._gpu_files.values():
                 handle.close()
@@ -322,8 +328,7 @@ class DirectFile:
                     f"the tensor of shape {tuple(buffer.shape)} is not contiguous; move a contiguous one "
                     "(for a write, tensor.contiguous(); for a read, read into a contiguous one and copy)"
                 )
-            first = buffer.storage_offset() * buffer.element_size()
-            data = memory.bytes_tensor(buffer.untyped_storage())[first : first + buffer.nbytes]
+            data = memory.bytes_of(buffer)
         elif isinstance(buffer, torch.UntypedStorage):
             data = memory.bytes_tensor(buffer)
         else:
@@ -355,25 +360,10 @@ class DirectFile:
     def _decide(self, on_gpu: bool, on_host: bool, operation: str) -> EngineOptions:
         settings, fd = self._settings, self._open_fd()
         requested = settings.transfer_type
-        asks = on_gpu and (requested is TransferType.AUTO or requested.uses_cufile)
-        status = gds_status(fd) if asks else None
+        places = [torch.device(kind) for kind, there in (("cuda", on_gpu), ("cpu", on_host)) if there]
+        situation = road.find_situation(operation, fd, _SUPPOSED_BYTES, places, 0.0, settings)
+        status = gds_status(fd) if on_gpu and (requested is TransferType.AUTO or requested.uses_cufile) else None
         direct = status is not None and status.direct
-        file_system = system.file_system_type(fd)
-        situation = selection.Situation(
-            operation=operation,
-            nbytes=_SUPPOSED_BYTES,
-            storages=1,
-            on_gpu=on_gpu,
-            on_host=on_host,
-            direct_io=system.direct_io(fd),
-            file_system=file_system,
-            in_memory=file_system in ("tmpfs", "ramfs"),
-            cached=0.0,
-            durable=False,
-            available_memory=0,
-            cpus=system.cpu_count(),
-            gds=direct,
-        )
         if requested is TransferType.AUTO:
             chosen = selection.choose(situation).transfer_type
         else:
@@ -517,10 +507,3 @@ def _write_windows(pieces: Sequence[_Piece], chunk_bytes: int) -> tuple[list[Win
             if stop > start:
                 ragged.append(Window(start, stop - start, (Extent(start, stop - start, i, start - piece.offset),)))
     return whole, ragged
-
-
-def _open_direct(fd: int, access: int) -> int | None:
-    try:
-        return os.open(f"/proc/self/fd/{fd}", access | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None

@@ -294,7 +294,7 @@ def _fill(file: TensorFile, pairs: list[tuple[TensorInfo, torch.Tensor]], settin
         same = data.dtype == info.dtype and data.is_contiguous() and info.is_contiguous
         (straight if same and not (data.is_conj() or data.is_neg()) else converted).append((info, data))
     readings: list[road.Reading] = []
-    targets = [_bytes_of(data) for _, data in straight]
+    targets = [memory.bytes_of(data) for _, data in straight]
     filled = [(i, info) for i, (info, _) in enumerate(straight) if info.nbytes]
     if filled:
         extents = [Extent(info.file_offset, info.nbytes, i) for i, info in filled]
@@ -311,11 +311,6 @@ def _fill(file: TensorFile, pairs: list[tuple[TensorInfo, torch.Tensor]], settin
                 "load", file.path, settings, readings[0].choice, readings[0].options, state, nbytes, nbytes, seconds
             )
         )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    first = tensor.storage_offset() * tensor.element_size()
-    return memory.bytes_tensor(tensor.untyped_storage())[first : first + tensor.nbytes]
 
 
 def _convert(

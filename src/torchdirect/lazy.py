@@ -58,6 +58,10 @@ def _device(device: Device) -> torch.device:
     found = torch.device("cpu" if device is None else device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device {device!r} was asked for, and torch.cuda.is_available() is False; use 'cpu'")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"tensors can be read to the CPU or a CUDA device, not to {device!r}; read them to the CPU first"
+        )
     return found
 
 

@@ -52,6 +52,12 @@ def bytes_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a one-dimensional uint8 tensor over the bytes of a contiguous tensor, sharing its memory."""
+    first = tensor.storage_offset() * tensor.element_size()
+    return bytes_tensor(tensor.untyped_storage())[first : first + tensor.nbytes]
+
+
 class StagingBuffer:
     """A block-aligned host buffer; pinned (registered with CUDA) if it serves copies to and from a GPU."""
 

@@ -212,12 +212,18 @@ class Replacement:
         if self._direct_fd < 0:
             # By the open file, not by its name, so without O_NOFOLLOW: libcufile refuses descriptors with that flag.
             try:
-                self._direct_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+                self._direct_fd = self._open_again(os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
             except OSError as exc:
                 if exc.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                     return None
                 raise save_error(exc, self.path, "opening the temporary file for direct I/O") from exc
         return self._direct_fd
+
+    def _open_again(self, flags: int) -> int:
+        try:
+            return os.open(f"/proc/self/fd/{self.fd}", flags)
+        except FileNotFoundError:  # no /proc: then there is no libcufile either, whose rule this is for
+            return os.open(self.temporary, flags | os.O_NOFOLLOW)
 
     def reserve(self, nbytes: int) -> None:
         """Set storage aside for the whole file, and make it that long, so that a full disk shows before the work.

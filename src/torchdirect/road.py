@@ -190,10 +190,10 @@ def publish_report(report: TransferReport) -> None:
     logger.debug("%s", report)
 
 
-def open_direct_again(fd: int) -> int | None:
+def open_direct_again(fd: int, access: int = os.O_RDONLY) -> int | None:
     """Open the same file once more with ``O_DIRECT``; None where that is refused."""
     try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{fd}", access | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
 

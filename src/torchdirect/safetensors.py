@@ -111,9 +111,9 @@ def write(
     align: bool,
 ) -> None:
     """Write checked tensors, and report."""
-    plain = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+    plain = {name: _movable(tensor.detach()) for name, tensor in tensors.items()}
     layout, order = format_module.layout_file(plain, metadata, align=align)
-    data = [_bytes_of(plain[name]) for name in order]
+    data = [memory.bytes_of(plain[name]) for name in order]
     state = TransferState()
     choice, options = road.write_file(path, layout, data, False, settings, state)
     seconds, payload = time.perf_counter() - start, sum(t.numel() for t in data)
@@ -122,10 +122,10 @@ def write(
     )
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a one-dimensional uint8 tensor over the bytes of a contiguous tensor, sharing its memory."""
-    first = tensor.storage_offset() * tensor.element_size()
-    return memory.bytes_tensor(tensor.untyped_storage())[first : first + tensor.nbytes]
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its real bits, on a device that engines know."""
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()
 
 
 def load_file(
@@ -155,9 +155,11 @@ def load_file(
     LoadError
         If reading fails.
     """
-    with open_checkpoint(filename, device=device, **settings) as file:
+    elsewhere = not isinstance(device, int) and torch.device(device).type not in ("cpu", "cuda")
+    with open_checkpoint(filename, device="cpu" if elsewhere else device, **settings) as file:
         _require_safetensors(file)
-        return file.load()
+        tensors = file.load()
+    return {name: tensor.to(device) for name, tensor in tensors.items()} if elsewhere else tensors
 
 
 def _require_safetensors(file: CheckpointHandle) -> None:
