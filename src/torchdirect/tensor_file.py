@@ -119,9 +119,12 @@ class TensorFile:
             os.close(self.fd)
             raise
 
+    def _read_at(self, offset: int, nbytes: int) -> bytes:
+        return inline.read(self.fd, nbytes, offset)
+
     def _index_torch(self) -> dict[str, TensorInfo]:
         try:
-            index = torch_zip.read_index(lambda at, n: inline.read(self.fd, n, at), self.size, self.path)
+            index = torch_zip.read_index(self._read_at, self.size, self.path)
         except (torch_zip.NotCarriedError, UnsupportedPickleError) as exc:
             raise CorruptCheckpointError(f"{self.path}: cannot be opened tensor by tensor: {exc}; use td.load") from exc
         self.imports = index.pickle.global_names
@@ -140,7 +143,7 @@ class TensorFile:
         return {name: info for name, info in found.items() if name not in set(opaque)}
 
     def _index_safetensors(self) -> dict[str, TensorInfo]:
-        index = safetensors.read_index(self.path, self.size)
+        index = safetensors.read_index(self._read_at, self.fd, self.size, self.path)
         self.metadata = index.metadata
         return {
             t.name: TensorInfo(t.name, t.dtype, t.shape, contiguous_stride(t.shape), t.file_offset, t.nbytes)

@@ -19,6 +19,7 @@ import torch
 
 from torchdirect.errors import CorruptCheckpointError
 from torchdirect.formats.layout import FileLayout
+from torchdirect.formats.zip_directory import ReadAt
 from torchdirect.plan import Extent, Gap
 from torchdirect.units import BLOCK
 
@@ -113,8 +114,10 @@ def looks_like(head: bytes) -> bool:
     return len(head) >= 10 and head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000
 
 
-def read_index(path: str, file_size: int) -> SafetensorsIndex:
-    """Read and check the header of a file; nothing of the payload is read.
+def read_index(read_at: ReadAt, fd: int, file_size: int, path: str) -> SafetensorsIndex:
+    """Read and check the header of an open file; nothing of the payload is read.
+
+    The library opens files by name, and another file may have this one's by now; so it gets the descriptor's name.
 
     Raises
     ------
@@ -124,17 +127,15 @@ def read_index(path: str, file_size: int) -> SafetensorsIndex:
     package = library()
     try:
         # Maps the file and checks the whole header: lengths, shapes, gaps, overlaps, names.
-        with package.safe_open(path, framework="pt") as opened:
+        with package.safe_open(f"/proc/self/fd/{fd}", framework="pt") as opened:
             metadata = opened.metadata() or {}
             names = list(opened.keys())
     except package.SafetensorError as exc:
         raise CorruptCheckpointError(
             f"{path}: not a valid safetensors file ({file_size} bytes): {exc}. Take an intact copy"
         ) from exc
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        text = file.read(length)
-    start = 8 + length
+    (length,) = struct.unpack("<Q", read_at(0, 8))
+    text, start = read_at(8, length), 8 + length
     try:
         header = json.loads(text, object_pairs_hook=functools.partial(_unique, path))
         tensors = {name: _stored(path, name, header[name], start) for name in header if name != "__metadata__"}
