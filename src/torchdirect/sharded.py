@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -224,12 +225,22 @@ def write_shards(
                 file.write((json.dumps(text, indent=2, sort_keys=True) + "\n").encode())
             new.commit()
     except BaseException:
-        for path in paths:
-            if os.path.exists(path):
-                os.unlink(path)
+        # The index may be in place, and only making that durable have failed.
+        if not _counts(index, paths):
+            for path in paths:
+                if os.path.exists(path):
+                    os.unlink(path)
         raise
     _remove_old(folder, {*paths, index})
     return [index, *paths]
+
+
+def _counts(index: str, shards: Sequence[str]) -> bool:
+    """Whether the index in the folder names these shards."""
+    try:
+        return bool(read_shards(index).keys() & set(shards))
+    except FileNotFoundError:
+        return False
 
 
 def _free_names(folder: str, count: int) -> list[str]:
@@ -243,14 +254,24 @@ def _free_names(folder: str, count: int) -> list[str]:
 
 
 _SHARD = re.compile(r"model(-\d{5}-of-\d{5}(-[0-9a-f]{8})?)?\.safetensors")
+_SHARD_IN_TEMPORARY = re.compile(rf"\.({_SHARD.pattern})\..*")
 
 
 def _remove_old(folder: str, keep: set[str]) -> None:
-    """Remove shards of the checkpoint that was replaced, which no index names any more."""
+    """Remove what no index names any more: shards that were replaced, and what saves that were killed have left.
+
+    The new checkpoint counts already, so a file that cannot be removed is no error.
+    """
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
+        doomed = []
         if (_SHARD.fullmatch(name) or name == SAFETENSORS_INDEX) and path not in keep:
-            os.unlink(path)
+            doomed = [path]
+        elif match := _SHARD_IN_TEMPORARY.fullmatch(name):
+            doomed = publish.stale_temporaries(os.path.join(folder, match[1]))
+        for stale in doomed:
+            with contextlib.suppress(OSError):
+                os.unlink(stale)
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
