@@ -28,6 +28,7 @@ from torchdirect.road import TransferFallbackWarning
 from torchdirect.sharded import load_sharded, save_sharded
 from torchdirect.tensor_file import TensorInfo
 from torchdirect.transfer import TransferReport, TransferType, last_transfer
+from torchdirect.verification import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ __all__ = [
     "TransferReport",
     "TransferType",
     "TransferUnavailableError",
+    "Verification",
     "convert",
     "deregister_buffer",
     "last_transfer",
@@ -63,4 +65,5 @@ __all__ = [
     "save",
     "save_sharded",
     "settings",
+    "verify",
 ]

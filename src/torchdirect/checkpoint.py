@@ -18,7 +18,7 @@ from typing import IO, Any, TypeGuard
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from torchdirect import defaults, memory, names, publish, road, safetensors, selection
+from torchdirect import defaults, digests, memory, names, publish, road, safetensors, selection
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline
 from torchdirect.engines.base import EngineOptions, TransferState
@@ -238,6 +238,7 @@ def load(
     num_threads: int | None = None,
     chunk_bytes: int | None = None,
     pin_memory: bool | None = None,
+    verify: bool | None = None,
     progress: defaults.Progress | None = None,
     **pickle_load_args: Any,
 ) -> Any:
@@ -255,6 +256,8 @@ def load(
         As for `save`.
     pin_memory
         Whether tensors that stay in host memory lie in pinned memory.
+    verify
+        Whether to check what was read against the checksums in the file, before anything is unpickled.
 
     Raises
     ------
@@ -282,6 +285,7 @@ def load(
         num_threads=num_threads,
         chunk_bytes=chunk_bytes,
         pin_memory=pin_memory,
+        verify=verify,
         progress=progress,
     )
     arguments = {"weights_only": weights_only, **pickle_load_args}
@@ -309,7 +313,7 @@ def load(
         if reason := _check_file(fd, status, path):
             return with_torch(reason)
         small = status.st_size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO
-        if small and not settings.pin_memory:
+        if small and not (settings.pin_memory or settings.verify):
             try:
                 return with_torch(f"a file of {status.st_size} bytes is not worth the set-up")
             except Exception:
@@ -463,7 +467,10 @@ class _Loader:
             for s, device in zip(stored, places, strict=True)
         ]
         extents = [Extent(s.file_offset, s.nbytes, n) for n, s in enumerate(stored)]
-        self.reading.fill(extents, tensors, names.describer(self.index.pickle.root, [s.key for s in stored]))
+        describe = names.describer(self.index.pickle.root, [s.key for s in stored])
+        self.reading.fill(extents, tensors, describe)
+        if self.settings.verify:
+            digests.check_loaded(self.index.path, extents, [s.crc for s in stored], tensors, describe)
         return {s.key: tensor.untyped_storage() for s, tensor in zip(stored, tensors, strict=True)}
 
     def _provide_all(self) -> torch_zip.StorageProvider:

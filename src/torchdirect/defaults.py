@@ -42,6 +42,8 @@ class Settings:
     checksum
         Whether a save computes the CRC-32 fields of the zip container (False writes zeros, as
         ``torch.serialization.set_crc32_options(False)`` does).
+    verify
+        Whether a load checks the checksums of what it has read.
     pin_memory
         Whether loaded host tensors lie in pinned memory (needs CUDA).
     progress
@@ -59,6 +61,7 @@ class Settings:
     staging_bytes: int = 256 * MIB
     durable: bool = True
     checksum: bool = True
+    verify: bool = False
     pin_memory: bool = False
     progress: Progress = False
     gds_compat: str = "allow"
@@ -137,6 +140,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "staging_bytes": _staging,
     "durable": _flag,
     "checksum": _flag,
+    "verify": _flag,
     "pin_memory": _flag,
     "progress": _progress,
     "gds_compat": _choice("allow", "forbid"),

@@ -6,6 +6,7 @@ Files are those of the ``safetensors`` library, byte for byte; it also judges ev
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from torchdirect import defaults, memory, road
+from torchdirect import digests as digests_module
 from torchdirect.defaults import Settings
 from torchdirect.engines.base import TransferState
 from torchdirect.formats import safetensors as format_module
@@ -29,6 +31,7 @@ def save_file(
     metadata: dict[str, str] | None = None,
     *,
     align: bool = False,
+    digest: bool = False,
     **settings: Any,
 ) -> None:
     """Save tensors to a safetensors file, as ``safetensors.torch.save_file`` does; published like every save.
@@ -41,6 +44,9 @@ def save_file(
         As there.
     align
         Whether the data begins on a multiple of 4096 bytes, which direct paths like. The library's own files do not.
+    digest
+        Whether the metadata gets the CRC-32 of each tensor, for `verify` and ``load(..., verify=True)``. The format
+        itself has no checksums.
     settings
         ``transfer_type``, ``durable``, … as for `save`.
 
@@ -58,7 +64,7 @@ def save_file(
     check_tensors(tensors)
     if metadata is not None and not all(isinstance(t, str) for pair in metadata.items() for t in pair):
         raise TypeError("safetensors metadata maps text to text; convert other values with str() or json.dumps()")
-    write(tensors, os.fspath(filename), metadata, chosen, start, align=align)
+    write(tensors, os.fspath(filename), metadata, chosen, start, align=align, digest=digest)
 
 
 def check_tensors(tensors: object) -> None:
@@ -109,9 +115,14 @@ def write(
     start: float,
     *,
     align: bool,
+    digest: bool = False,
 ) -> None:
     """Write checked tensors, and report."""
     plain = {name: _movable(tensor.detach()) for name, tensor in tensors.items()}
+    if digest:
+        values = digests_module.checksums_of([memory.bytes_of(tensor) for tensor in plain.values()])
+        digests = {name: f"{value:08x}" for name, value in zip(plain, values, strict=True)}
+        metadata = {**(metadata or {}), digests_module.DIGEST_KEY: json.dumps(digests)}
     layout, order = format_module.layout_file(plain, metadata, align=align)
     data = [memory.bytes_of(plain[name]) for name in order]
     state = TransferState()

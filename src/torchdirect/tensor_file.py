@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchdirect import memory, names, road
+from torchdirect import digests, memory, names, road
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline
 from torchdirect.engines.base import TransferState
@@ -96,6 +96,7 @@ class TensorFile:
         self.metadata: dict[str, str] = {}
         self.imports: tuple[str, ...] = ()
         self.opaque: tuple[str, ...] = ()
+        self._crcs: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
         self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -128,6 +129,7 @@ class TensorFile:
         except (torch_zip.NotCarriedError, UnsupportedPickleError) as exc:
             raise CorruptCheckpointError(f"{self.path}: cannot be opened tensor by tensor: {exc}; use td.load") from exc
         self.imports = index.pickle.global_names
+        self._crcs = {(s.file_offset, s.nbytes): s.crc for s in index.storages}
         places = {s.key: s.file_offset for s in index.storages}
         found: dict[str, TensorInfo] = {}
         opaque: list[str] = []
@@ -145,6 +147,8 @@ class TensorFile:
     def _index_safetensors(self) -> dict[str, TensorInfo]:
         index = safetensors.read_index(self._read_at, self.fd, self.size, self.path)
         self.metadata = index.metadata
+        stored = digests.read_digests(self.path, index.metadata)
+        self._crcs = {(t.file_offset, t.nbytes): stored.get(t.name, 0) for t in index.tensors.values()}
         return {
             t.name: TensorInfo(t.name, t.dtype, t.shape, contiguous_stride(t.shape), t.file_offset, t.nbytes)
             for t in index.tensors.values()
@@ -199,6 +203,12 @@ class TensorFile:
         extents = [Extent(info.file_offset, info.nbytes, i) for i, info in enumerate(wanted.values())]
         labels = [info.name for info in wanted.values()]
         reading = self.read(extents, list(targets.values()), labels, settings, state)
+        if settings.verify:
+            # A part of a record has no checksum of its own.
+            expected = [self._crcs.get((info.file_offset, info.nbytes), 0) for info in wanted.values()]
+            digests.check_loaded(
+                self.path, extents, expected, list(targets.values()), lambda i: f"tensor {labels[i]!r}"
+            )
         made = {place: shaped(targets[place], info) for place, info in wanted.items()}
         return {info.name: made[info.place] for info in infos}, reading
 

@@ -175,9 +175,7 @@ class Run:
         # can close that descriptor.
         lost = 1 if what == signal.SIGINT else 0
         assert threads == before[1], f"leaks threads: {before[1]} before, {threads} after"
-        assert before[0] <= descriptors <= before[0] + lost, (
-            f"leaks descriptors: {before[0]} before, {descriptors} after"
-        )
+        assert before[0] <= descriptors <= before[0] + lost, f"leaks descriptors: {before[0]} to {descriptors}"
         assert leftovers(scenario, folder) == [], f"left behind: {leftovers(scenario, folder)}"
         assert not done or scenario.stamp(folder) == 2.0, "no error, and not the new state"
 

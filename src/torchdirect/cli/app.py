@@ -103,3 +103,4 @@ app.command(
     "  torchdirect convert ckpt.pt model.safetensors --dtype bfloat16 --align\n"
     "  torchdirect convert model.safetensors shards/ --max-shard 5GB"
 )(files.convert)
+app.command(epilog="\b\nExit status: 0 if all that has a checksum is whole, 1 if not, 2 for wrong use.")(files.verify)

@@ -141,3 +141,30 @@ def convert(
     print(f"{done.tensors} tensors, {format_bytes(done.nbytes)}, in {done.seconds:.2f} s: {', '.join(done.files)}")
     for name, kept in done.left_out.items():
         print(f"  {name} is {kept}")
+
+
+def verify(
+    path: Annotated[
+        str, typer.Argument(metavar="FILE|DIR", help="A torch or safetensors file, or a directory of shards.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Check every checksum that a checkpoint carries; nothing of it is executed."""
+    from torchdirect.verification import verify as run
+
+    try:
+        found = run(path, progress=sys.stderr.isatty() and not as_json)
+    except (OSError, RuntimeError, EOFError, ImportError) as error:
+        if as_json:
+            print(json.dumps({"whole": False, "error": str(error)}, indent=2))
+        raise _fail(error) from None
+    if as_json:
+        result = {
+            "whole": True, "files": list(found.files), "records": found.records, "nbytes": found.nbytes,
+            "unchecked": list(found.unchecked), "seconds": found.seconds,
+        }  # fmt: skip
+        print(json.dumps(result, indent=2))
+        return
+    print(found)
+    for name in found.unchecked[:10]:
+        print(f"  no checksum: {name}")

@@ -1,0 +1,88 @@
+"""Checksums of loaded tensors, and what a file says they should be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from torchdirect import checksum, memory, system
+from torchdirect.engines import device_checksum
+from torchdirect.errors import CorruptCheckpointError
+from torchdirect.plan import Extent
+from torchdirect.units import MIB
+
+DIGEST_KEY = "torchdirect.crc32"
+"""Metadata of a safetensors file under which the CRC-32 of each tensor stands, as JSON."""
+
+_PIECE_BYTES = 16 * MIB
+
+
+def mismatch(path: str, name: str, extent: Extent, expected: int, found: int) -> CorruptCheckpointError:
+    """Return the error for bytes that differ from their checksum."""
+    return CorruptCheckpointError(
+        f"{path}: {name} is damaged: its {extent.nbytes} bytes at offset {extent.file_offset} have CRC-32 {found:08x}, "
+        f"and {expected:08x} is stored. Take an intact copy"
+    )
+
+
+def read_digests(path: str, metadata: dict[str, str]) -> dict[str, int]:
+    """Return the CRC-32 of each tensor that a safetensors file carries in its metadata."""
+    text = metadata.get(DIGEST_KEY)
+    if text is None:
+        return {}
+    try:
+        return {str(name): int(value, 16) for name, value in json.loads(text).items()}
+    except (ValueError, AttributeError, TypeError) as exc:
+        raise CorruptCheckpointError(f"{path}: the metadata {DIGEST_KEY!r} is no list of checksums: {exc}") from exc
+
+
+def checksums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the CRC-32 of one-dimensional uint8 tensors: on GPUs by the GPU, in host memory by several threads."""
+    values = [0] * len(tensors)
+    on_host: list[tuple[int, int, int]] = []
+    for i, tensor in enumerate(tensors):
+        if tensor.is_cuda:
+            values[i] = device_checksum.crc32(tensor)
+        else:
+            on_host += [
+                (i, at, min(_PIECE_BYTES, tensor.numel() - at)) for at in range(0, tensor.numel(), _PIECE_BYTES)
+            ]
+
+    def piece(job: tuple[int, int, int]) -> int:
+        i, at, nbytes = job
+        return checksum.crc32(memory.view(tensors[i].data_ptr() + at, nbytes, writable=False))
+
+    if len(on_host) > 1:
+        with ThreadPoolExecutor(min(system.cpu_count(), len(on_host)), thread_name_prefix="torchdirect-crc") as pool:
+            found = list(pool.map(piece, on_host))
+    else:
+        found = [piece(job) for job in on_host]
+    pieces: dict[int, list[tuple[int, int]]] = {}
+    for (i, _, nbytes), crc in zip(on_host, found, strict=True):
+        pieces.setdefault(i, []).append((crc, nbytes))
+    for i, parts in pieces.items():
+        values[i] = checksum.combine(parts)
+    return values
+
+
+def check_loaded(
+    path: str,
+    extents: Sequence[Extent],
+    expected: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    describe: Callable[[int], str],
+) -> None:
+    """Check loaded bytes against their checksums; 0 stands for none.
+
+    Raises
+    ------
+    CorruptCheckpointError
+        If one differs; names the tensor and its place.
+    """
+    chosen = [i for i, crc in enumerate(expected) if crc and tensors[i].numel()]
+    for i, found in zip(chosen, checksums_of([tensors[i] for i in chosen]), strict=True):
+        if found != expected[i]:
+            raise mismatch(path, describe(i), extents[i], expected[i], found)
