@@ -8,6 +8,12 @@ from typing import Any
 from torchdirect.formats.pickle_index import Inert, StorageReference
 
 _MAX_DEPTH = 64
+_MAX_STEPS = 5_000_000
+"""Values after which a search ends: a hostile pickle can nest references so that paths to them have no end."""
+
+
+class TooManyNamesError(Exception):
+    """An object has so many paths that they cannot be listed."""
 
 
 def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
@@ -31,15 +37,27 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
 
 
 def walk(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every value inside an indexed object with its dotted path."""
-    return _walk(root, "", 0)
+    """Yield every value inside an indexed object with its dotted path.
+
+    Raises
+    ------
+    TooManyNamesError
+        After five million of them.
+    """
+    for step, found in enumerate(_walk(root, "", 0)):
+        if step >= _MAX_STEPS:
+            raise TooManyNamesError(f"the object has more than {_MAX_STEPS} paths")
+        yield found
 
 
 def stored_name(root: Any, key: str) -> str:
     """Return the name of the tensor that uses storage `key` in an indexed object, or the record's name."""
-    for path, value in walk(root):
-        if isinstance(value, StorageReference) and value.key == key:
-            return f"tensor {path!r}" if path else f"record 'data/{key}'"
+    try:
+        for path, value in walk(root):
+            if isinstance(value, StorageReference) and value.key == key:
+                return f"tensor {path!r}" if path else f"record 'data/{key}'"
+    except TooManyNamesError:
+        pass
     return f"record 'data/{key}'"
 
 

@@ -133,7 +133,7 @@ class TensorFile:
         places = {s.key: s.file_offset for s in index.storages}
         found: dict[str, TensorInfo] = {}
         opaque: list[str] = []
-        for name, value in names.walk(index.pickle.root):
+        for name, value in self._walk(index.pickle.root):
             if not isinstance(value, Inert) or not value.qualname.startswith("_rebuild_"):
                 continue
             info = _tensor_of_stub(self.path, name, value, places)
@@ -143,6 +143,12 @@ class TensorFile:
                 opaque.append(name)
         self.opaque = tuple(dict.fromkeys(name for name in opaque if name not in found))
         return {name: info for name, info in found.items() if name not in set(opaque)}
+
+    def _walk(self, root: Any) -> Iterator[tuple[str, Any]]:
+        try:
+            yield from names.walk(root)
+        except names.TooManyNamesError as exc:
+            raise CorruptCheckpointError(f"{self.path}: {exc}; use td.load") from exc
 
     def _index_safetensors(self) -> dict[str, TensorInfo]:
         index = safetensors.read_index(self._read_at, self.fd, self.size, self.path)

@@ -116,6 +116,25 @@ def test_broken_pickles(name: str) -> None:
         index_pickle(data)
 
 
+def test_memory_is_in_proportion() -> None:
+    """One opcode of five bytes would make the interpreter's own unpickler take 34 GB."""
+    for hostile in (b"\x80\x02]r\xff\xff\xff\x7f.", b"]p2000000000\n.", b"\x80\x05\x96" + b"\xff" * 6 + b"\0\0.",
+                    b"\x80\x02X\xff\xff\xff\x7fabc.", b"\x80\x02" + b"]r\x10\0\x01\0" * 3 + b"."):  # fmt: skip
+        with pytest.raises(UnsupportedPickleError, match="at byte"):
+            index_pickle(hostile)
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    index_pickle(b"\x80\x02]r\xff\xff\0\0.")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
+
+
+def test_references_without_end_are_not_followed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchdirect.names._MAX_STEPS", 10_000)
+    data = b"\x80\x02]q\0" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(60)) + b"."
+    assert describer(index_pickle(data).root, ["0"])(0) == "record 'data/0'"
+
+
 def test_deep_nesting_ends(recursion: int = 20_000) -> None:
     data = b"\x80\x02" + b"]" * recursion + b"a" * (recursion - 1) + b"."
     try:

@@ -7,8 +7,10 @@ and numbers but can neither import nor call anything.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,6 +181,74 @@ class _IndexUnpickler(pickle.Unpickler):
         return reference
 
 
+# The C unpickler keeps its memo in an array as long as the largest index, so one opcode of five bytes can make it take
+# 34 GB. And some opcodes take memory for a length that they only claim. Honest memo indices count up from zero. The
+# opcodes are those of pickletools.opcodes; runs of them that are harmless are skipped by one expression, since there
+# are many: of fixed length, short strings, and puts at indices that the length of the pickle allows.
+@functools.lru_cache(maxsize=16)
+def _harmless(limit: int) -> re.Pattern[bytes]:
+    """Return the expression for a run of harmless opcodes, with memo indices below ``limit << 16``."""
+    high, low = limit >> 8, limit & 0xFF
+    index = rb"..(?:[\0-%b]%b" % (re.escape(bytes([low])), re.escape(bytes([high])))
+    index += rb"|.[\0-%b])" % re.escape(bytes([high - 1])) if high else b")"
+    short = b"|".join(rb"X%b\0\0\0.{%d}" % (re.escape(bytes([n])), n) for n in range(40))
+    return re.compile(
+        rb"(?:[()012NQR\]}abdelostu\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83]..|[Jj\x84].{4}"
+        rb"|r" + index + rb"|[G\x95].{8}|" + short + rb")*",
+        re.DOTALL,
+    )
+
+
+_COUNTED = {
+    **dict.fromkeys(b"UC\x8c\x8a", 1),
+    **dict.fromkeys(b"TBX\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
+"""Opcodes with an argument of counted length, and the bytes of the count."""
+_LINES = {**dict.fromkeys(b"FILPgpSV", 1), **dict.fromkeys(b"ci", 2)}
+"""Opcodes with arguments that end with a line, and how many lines."""
+
+
+def _check_opcodes(data: bytes) -> None:
+    """Refuse a pickle that would take memory out of all proportion to its length.
+
+    Raises
+    ------
+    UnsupportedPickleError
+        With the place.
+    """
+    at, end = 0, len(data)
+    harmless = _harmless(min(end >> 16, 0xFFFE))
+    while True:
+        found = harmless.match(data, at)
+        at = found.end() if found else at
+        if at >= end:
+            raise UnsupportedPickleError(f"no end within {end} bytes")
+        opcode = data[at]
+        if opcode == 0x2E:  # STOP
+            return
+        if (width := _COUNTED.get(opcode)) is not None:
+            count = int.from_bytes(data[at + 1 : at + 1 + width], "little")
+            following = at + 1 + width + count
+        elif (lines := _LINES.get(opcode)) is not None:
+            following = at + 1
+            for _ in range(lines):
+                following = data.find(b"\n", following) + 1 or end + 1
+            if opcode == 0x70:  # PUT, with its index as text
+                digits = data[at + 1 : following - 1]
+                if len(digits) > 18 or not digits.isdigit() or int(digits) > max(at, 0xFFFF):
+                    raise UnsupportedPickleError(f"memo index at byte {at} is beyond all that came before")
+        elif opcode == 0x72:  # LONG_BINPUT
+            following = at + 5
+            if int.from_bytes(data[at + 1 : following], "little") > at:
+                raise UnsupportedPickleError(f"memo index at byte {at} is beyond all that came before")
+        else:
+            raise UnsupportedPickleError(f"opcode {opcode:#x} at byte {at}")
+        if following > end:
+            raise UnsupportedPickleError(f"opcode {opcode:#x} at byte {at} claims more bytes than there are")
+        at = following
+
+
 def index_pickle(data: bytes) -> PickleIndex:
     """Scan a ``data.pkl``.
 
@@ -190,6 +260,7 @@ def index_pickle(data: bytes) -> PickleIndex:
     if getattr(copyreg, "_inverted_registry", None):
         # An extension code resolves through a cache of real objects and would not pass find_class.
         raise UnsupportedPickleError("extension codes are registered in this process")
+    _check_opcodes(data)
     unpickler = _IndexUnpickler(data)
     try:
         root = unpickler.load()
