@@ -104,7 +104,6 @@ PLAIN: dict[str, Callable[[], Any]] = {
 
 OTHER: dict[str, Callable[[], Any]] = {
     "float8": lambda: [torch.randn(11).to(d) if "e8m0" not in str(d) else torch.ones(11).to(d) for d in FLOAT8],
-    "float4": lambda: torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(torch.float4_e2m1fn_x2),
     "uint16": lambda: torch.arange(9).to(torch.uint16),
     "conj": lambda: torch.randn(3, dtype=torch.complex64).conj(),
     "neg": lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
@@ -120,6 +119,9 @@ OTHER: dict[str, Callable[[], Any]] = {
     "size and dtype": lambda: [torch.Size([1, 2]), torch.float16, torch.device("cpu"), torch.strided],
     "attribute on a tensor": tagged,
 }
+
+if hasattr(torch, "float4_e2m1fn_x2"):
+    OTHER["float4"] = lambda: torch.arange(8, dtype=torch.uint8).reshape(2, 4).view(torch.float4_e2m1fn_x2)
 
 
 def same(a: Any, b: Any) -> bool:

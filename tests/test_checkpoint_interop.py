@@ -77,6 +77,9 @@ def test_meta_and_fake_loads_find_the_offsets(saved: tuple[dict[str, torch.Tenso
     for loaded in (meta, fake, td.load(path, map_location="meta")):
         for name, tensor in loaded.items():
             offset = tensor.untyped_storage()._checkpoint_offset
+            if offset is None and loaded is not fake:
+                assert torch.__version__ < "2.8", "which records offsets on the meta device too"
+                continue
             assert offset % 4096 == 0
             assert data[offset : offset + state[name].nbytes] == bytes(state[name].untyped_storage())
 
