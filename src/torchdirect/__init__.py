@@ -24,6 +24,7 @@ from torchdirect.in_place import load_into
 from torchdirect.lazy import CheckpointHandle, TensorSlice
 from torchdirect.lazy import open_checkpoint as open
 from torchdirect.memory import release_staging
+from torchdirect.patch import Patch, patch_torch
 from torchdirect.road import TransferFallbackWarning
 from torchdirect.sharded import load_sharded, save_sharded
 from torchdirect.tensor_file import TensorInfo
@@ -39,6 +40,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DirectFile",
     "LoadError",
+    "Patch",
     "SaveError",
     "Settings",
     "SettingsError",
@@ -59,6 +61,7 @@ __all__ = [
     "load_into",
     "load_sharded",
     "open",
+    "patch_torch",
     "register_buffer",
     "release_staging",
     "safetensors",

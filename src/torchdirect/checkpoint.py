@@ -18,7 +18,7 @@ from typing import IO, Any, TypeGuard
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from torchdirect import defaults, digests, memory, names, publish, road, safetensors, selection
+from torchdirect import defaults, digests, memory, names, originals, publish, road, safetensors, selection
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline
 from torchdirect.engines.base import EngineOptions, TransferState
@@ -116,7 +116,7 @@ def save(
     )
     save_arguments = (pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
     if not _is_path(f):
-        torch.save(obj, f, *save_arguments)
+        originals.save(obj, f, *save_arguments)
         _report_torch("save", f, settings, "file objects are written by torch.save", start)
         return
     path = os.fspath(f)
@@ -177,11 +177,11 @@ def _save_with_torch(obj: object, path: str, save_arguments: tuple[Any, ...], se
         if publish.is_replaceable(path):
             with publish.replacing(path, durable=settings.durable) as replacement:
                 with open(replacement.fd, "wb", closefd=False) as file:
-                    torch.save(obj, file, *save_arguments)
+                    originals.save(obj, file, *save_arguments)
                 replacement.commit()
         else:
             with open(path, "wb", buffering=0) as file:
-                torch.save(obj, file, *save_arguments)
+                originals.save(obj, file, *save_arguments)
     except OSError as exc:
         raise save_error(exc, path, "writing the checkpoint") from exc
 
@@ -292,7 +292,7 @@ def load(
 
     def with_torch(reason: str) -> Any:
         with _naming(f):
-            result = torch.load(f, map_location, pickle_module, mmap=mmap, **arguments)
+            result = originals.load(f, map_location, pickle_module, mmap=mmap, **arguments)
         _report_torch("load", f, settings, reason, start)
         return result
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchdirect import defaults, memory, road
+from torchdirect import defaults, memory, originals, road
 from torchdirect.defaults import Settings
 from torchdirect.engines.base import TransferState
 from torchdirect.lazy import Device, _device
@@ -241,7 +241,7 @@ def _into_optimizer(
     """Fill an optimizer's state from a file that holds ``optimizer.state_dict()`` (under `prefix`)."""
     if file.format != "torch":
         raise RuntimeError(f"{file.path}: an optimizer's state holds more than tensors; save it as a torch file")
-    saved: Any = torch.load(file.path, map_location="meta", weights_only=True)  # names and numbers; no payload
+    saved: Any = originals.load(file.path, map_location="meta", weights_only=True)  # names and numbers; no payload
     for key in filter(None, prefix.split(".")):
         saved = saved[key]
     groups = saved["param_groups"]

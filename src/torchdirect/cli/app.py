@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from torchdirect.cli import doctor_view, files
+from torchdirect.cli import doctor, files
 
 __all__ = ["app", "run"]
 
@@ -22,8 +20,6 @@ app = typer.Typer(
     # A traceback that prints local variables could show tensors and secrets.
     pretty_exceptions_show_locals=False,
 )
-
-_INTERRUPTED = 130
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,43 +50,7 @@ def _torchdirect(
 
 
 # \b keeps the paragraph that follows it as it is.
-@app.command(
-    epilog="\b\nExit status: 0 if a direct path exists, 1 if not, 2 for wrong use, 130 after Ctrl-C.\n\n"
-    "\b\nExamples:\n"
-    "  torchdirect doctor                          the current directory\n"
-    "  torchdirect doctor /data/checkpoints        where checkpoints are saved\n"
-    "  torchdirect doctor ckpt.pt --json           for a bug report\n"
-    "  torchdirect doctor /data >/dev/null && ...  only if GPUDirect Storage is real there"
-)
-def doctor(
-    path: Annotated[
-        str | None,
-        typer.Argument(help="File or directory to look at.", metavar="PATH", show_default="the current directory"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, with nothing in it that is secret.")] = False,
-) -> None:
-    """Tell which transfer types work for PATH on this machine, and what is in the way of the others.
-
-    Needs no root. Writes nothing but one temporary file beside PATH, and removes it.
-    """
-    try:
-        from torchdirect.doctor import diagnose
-
-        report = diagnose("." if path is None else path)
-    except FileNotFoundError as error:
-        raise typer.BadParameter(str(error), param_hint="PATH") from None
-    except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror or error}", param_hint="PATH") from None
-    except KeyboardInterrupt:
-        print("torchdirect: interrupted", file=sys.stderr)
-        raise typer.Exit(_INTERRUPTED) from None
-    if as_json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        doctor_view.show(report)
-    raise typer.Exit(0 if report.direct else 1)
-
-
+app.command(epilog=doctor.EPILOG)(doctor.doctor)
 app.command(
     epilog="\b\nExit status: 0, 1 if the file cannot be read, 2 for wrong use.\n\n"
     "\b\nExamples:\n"
@@ -104,3 +64,26 @@ app.command(
     "  torchdirect convert model.safetensors shards/ --max-shard 5GB"
 )(files.convert)
 app.command(epilog="\b\nExit status: 0 if all that has a checksum is whole, 1 if not, 2 for wrong use.")(files.verify)
+
+
+@app.command(
+    "run",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="\b\nExamples:\n  torchdirect run train.py --epochs 3\n  python -m torchdirect run train.py --epochs 3",
+)
+def run_script(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python program; what follows are its arguments.")],
+) -> None:
+    """Run a program whose torch.save and torch.load take torchdirect's road, without a change to it."""
+    import os
+    import runpy
+
+    from torchdirect.patch import patch_torch
+
+    if not os.path.isfile(script):
+        raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
+    sys.argv = [script, *context.args]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    with patch_torch():
+        runpy.run_path(script, run_name="__main__")

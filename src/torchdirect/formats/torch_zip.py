@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchdirect import checksum
+from torchdirect import checksum, originals
 from torchdirect.errors import CorruptCheckpointError
 from torchdirect.formats import zip_layout
 from torchdirect.formats.layout import FileLayout
@@ -511,7 +511,8 @@ def unpickle(
     _register_hand_over()
     handover = _Handover(index.pickle.references, provide)
     with _skeleton_file(_skeleton(index)) as path:
-        return torch.load(path, _wrap_map_location(map_location, handover), pickle_module, mmap=True, **load_arguments)
+        place = _wrap_map_location(map_location, handover)
+        return originals.load(path, place, pickle_module, mmap=True, **load_arguments)
 
 
 def _default_unpickling(pickle_module: Any, load_arguments: Mapping[str, Any]) -> bool:
