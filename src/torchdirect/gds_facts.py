@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ class Disk:
     layers : tuple of str
         Kernel names from the partition or volume down to the disks, such as ``("dm-0", "nvme0n1")``.
     detail : str
-        The RAID level or the kind of the device-mapper volume.
+        The RAID level, the kind of the device-mapper volume, or the transport of an NVMe disk (``pcie``, ``tcp``).
     below : tuple of str
         Kinds of the disks at the bottom.
     pci : str
@@ -155,6 +156,9 @@ class GdsFacts:
         The block device.
     direct_io : DirectIO
         Whether ``O_DIRECT`` works.
+    journal : str
+        Data mode of an ext4 file system: ``ordered``, ``writeback``, ``journal`` or ``none``; empty where that is
+        not told.
     """
 
     wsl: bool
@@ -169,6 +173,7 @@ class GdsFacts:
     udev_record: bool
     disk: Disk
     direct_io: DirectIO
+    journal: str = ""
 
 
 def is_wsl(tree: Tree) -> bool:
@@ -211,8 +216,8 @@ def kernel_option(tree: Tree, option: str) -> bool | None:
     try:
         with gzip.open(tree.path("proc/config.gz"), "rt", errors="replace") as file:
             text = file.read()
-    except (OSError, EOFError):
-        for name in (f"boot/config-{release}", f"lib/modules/{release}/config"):
+    except (OSError, EOFError, zlib.error):
+        for name in (f"boot/config-{release}", f"lib/modules/{release}/config", f"lib/modules/{release}/build/.config"):
             text = text or tree.read(name)
     if not text:
         return None
@@ -237,6 +242,10 @@ _KINDS = (
 _PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
+def _kind(name: str) -> str:
+    return next((kind for pattern, kind in _KINDS if re.match(pattern, name)), "other")
+
+
 def disk_below(tree: Tree, device: str) -> Disk:
     """Follow a device down to its disks: partition, RAID, LVM or other mapping, disk."""
     if not device or device.startswith("0:"):
@@ -244,36 +253,42 @@ def disk_below(tree: Tree, device: str) -> Disk:
     start = tree.real(f"sys/dev/block/{device}")
     if not start:
         return Disk("hidden")
-    layers: list[str] = []
+    layers: dict[str, str] = {}
     bottom: list[str] = []
-    kind, detail = "", ""
     todo = [start]
     while todo:
         place = todo.pop(0)
         if tree.exists(f"{place}/partition"):
             place = os.path.dirname(place)
-        name = os.path.basename(place)
-        if name in layers:
+        if os.path.basename(place) in layers:
             continue
-        layers.append(name)
-        this = next((kind for pattern, kind in _KINDS if re.match(pattern, name)), "other")
-        # A mapping anywhere in the stack is what libcufile cannot see through.
-        if not kind or (kind == "raid" and this == "dm"):
-            kind, detail = this, _layer_detail(tree, place, this)
+        layers[os.path.basename(place)] = place
         below = [tree.real(f"{place}/slaves/{slave}") for slave in tree.list(f"{place}/slaves")]
-        if below:
-            todo.extend(filter(None, below))
-        else:
+        todo.extend(filter(None, below))
+        if not below:
             bottom.append(place)
-    first = bottom[0] if bottom else start
-    addresses = _PCI_ADDRESS.findall(first)
-    pci = addresses[-1] if addresses else ""
-    node = tree.read(f"sys/bus/pci/devices/{pci}/numa_node") if pci else None
-    if node is None:
-        node = tree.read(f"{first}/device/numa_node")
-    below_kinds = [next((k for p, k in _KINDS if re.match(p, os.path.basename(b))), "other") for b in bottom]
-    numa_node = int(node) if node and re.fullmatch(r"-?\d+", node.strip()) else -1
-    return Disk(kind, tuple(layers), detail, tuple(dict.fromkeys(below_kinds)), pci, numa_node)
+    # A mapping anywhere in the stack is what libcufile cannot see through.
+    top = next((name for name in layers if _kind(name) == "dm"), next(iter(layers)))
+    pci = next(filter(None, (_pci_address(tree, place) for place in bottom)), "")
+    node = (tree.read(f"sys/bus/pci/devices/{pci}/numa_node") or "").strip() if pci else ""
+    return Disk(
+        kind=_kind(top),
+        layers=tuple(layers),
+        detail=_layer_detail(tree, layers[top], _kind(top)),
+        below=tuple(dict.fromkeys(_kind(os.path.basename(place)) for place in bottom)),
+        pci=pci,
+        numa_node=int(node) if re.fullmatch(r"-?\d+", node) else -1,
+    )
+
+
+def _pci_address(tree: Tree, place: str) -> str:
+    addresses = _PCI_ADDRESS.findall(place)
+    if not addresses:
+        # A disk with NVMe multipathing hangs from its subsystem, beside links to its controllers.
+        above = os.path.dirname(place)
+        controllers = (name for name in tree.list(above) if re.fullmatch(r"nvme\d+", name))
+        addresses = [a for name in controllers for a in _PCI_ADDRESS.findall(tree.real(f"{above}/{name}"))]
+    return addresses[-1] if addresses else ""
 
 
 def _layer_detail(tree: Tree, place: str, kind: str) -> str:
@@ -282,7 +297,21 @@ def _layer_detail(tree: Tree, place: str, kind: str) -> str:
     if kind == "dm":
         # Everything after the first dash of the dm uuid identifies the volume, which nobody needs here.
         return (tree.read(f"{place}/dm/uuid") or "").partition("-")[0].strip()
+    if kind == "nvme":
+        return (tree.read(f"{place}/device/transport") or "").strip()
     return ""
+
+
+def ext4_journal(tree: Tree, device: str, file_system: FileSystem) -> str:
+    """Return the data mode of an ext4 file system, ``none`` without a journal; empty where it is not told."""
+    if file_system.type != "ext4":
+        return ""
+    # The mount table leaves out what is a default of the kernel or of the file system itself; this file does not.
+    name = os.path.basename(tree.real(f"sys/dev/block/{device}") or file_system.source)
+    listed = tree.read(f"proc/fs/ext4/{name}/options")
+    options = file_system.options if listed is None else tuple(listed.split())
+    mode = next((option.removeprefix("data=") for option in options if option.startswith("data=")), "")
+    return mode or ("none" if listed is not None else "")
 
 
 _CONFIG = "etc/cufile.json"
@@ -297,7 +326,8 @@ def cufile_config(tree: Tree, environment: dict[str, str] | None = None) -> CuFi
     text: str | None
     if named:
         try:
-            with open(named, errors="replace") as file:
+            # Without O_NONBLOCK the open of a named pipe would wait for a writer.
+            with open(os.open(named, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), errors="replace") as file:
                 text = file.read()
         except OSError as exc:
             return CuFileConfig(path, error=f"cannot be read: {os.strerror(exc.errno or 0)}")
@@ -308,7 +338,7 @@ def cufile_config(tree: Tree, environment: dict[str, str] | None = None) -> CuFi
     if text is not None:
         try:
             document = json.loads(_without_comments(text))
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             error = f"is not valid JSON: {exc}"
     properties, block = _section(document, "properties"), _section(document, "block")
 
@@ -375,4 +405,5 @@ def gather(device: str, file_system: FileSystem, direct_io: DirectIO, tree: Tree
         udev_record=udev_record(tree, device),
         disk=disk_below(tree, device),
         direct_io=direct_io,
+        journal=ext4_journal(tree, device, file_system),
     )

@@ -1,7 +1,7 @@
 """A trial of cuFile on one file, in a short-lived child process.
 
 libcufile may end the process that opens its driver, keeps its settings for the life of a process, and needs a CUDA
-context. So the trial runs in a child, and this process neither loads libcufile nor touches CUDA.
+context. So the trial runs in a child: this process never opens the driver, and does not touch CUDA.
 """
 
 from __future__ import annotations
@@ -9,30 +9,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import signal
 import stat
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torchdirect import system
-from torchdirect.cufile import driver, library
-from torchdirect.cufile.errors import CuFileUnavailableError, Failure, decode_status, decode_transfer
+from torchdirect.cufile import child, driver, library
+from torchdirect.cufile.errors import CuFileUnavailableError, Failure, cuda_error_name, decode_status, decode_transfer
 
-__all__ = ["GpuTransfer", "Proof", "prove"]
+__all__ = ["GpuTransfer", "Proof", "prove", "trial_file"]
 
 _BLOCK = 4096
+_PREFIX = ".torchdirect-trial-"
+_ALREADY_OPEN = 5026
 
 # The child imports nothing of this package, so that it starts fast. It tells each step as it is done: if it dies, the
 # last line says where. ALLOW_COMPAT_MODE is CUFileBoolConfigParameter_t 1; descriptor type 1 is OPAQUE_FD.
 _CHILD = r"""
-import ctypes, json, os, resource, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-path, fd, strict, writable, size = sys.argv[1], int(sys.argv[2]), *(int(a) for a in sys.argv[3:6])
+import ctypes, json, os, sys
+path, gpus, fd, strict, writable, size = sys.argv[1], sys.argv[2], *(int(a) for a in sys.argv[3:7])
 P, N, OFF = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
 class Status(ctypes.Structure):
     _fields_ = [("err", ctypes.c_int), ("cu_err", ctypes.c_int)]
@@ -90,7 +89,7 @@ def move(index):
         call("cuFileBufDeregister", P(pointer.value))
     cuda.cuMemFree_v2(pointer)
     tell("gpu", index=index, pci=name.value.decode().lower(), cuda=0, **facts)
-if size:
+if size and gpus != "none":
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -99,7 +98,8 @@ if size:
         count = ctypes.c_int()
         cuda_error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
         tell("cuda", cuda=cuda_error)
-        for index in range(0 if cuda_error else count.value):
+        indices = range(count.value) if gpus == "all" else [int(gpus)]
+        for index in () if cuda_error else indices:
             move(index)
 library.cuFileHandleDeregister(handle)
 tell("end")
@@ -109,13 +109,28 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class GpuTransfer:
-    """One block moved, or not, between the file and a GPU: `gpu` is CUDA's index, `pci` its address."""
+    """One block moved, or not, between the file and a GPU.
+
+    Attributes
+    ----------
+    gpu : int
+        CUDA's index.
+    pci : str
+        PCI address.
+    ok : bool
+        Whether the block moved.
+    reason, remedy : str
+        Why not, and what helps.
+    tried : bool
+        Whether cuFile was asked at all; not where CUDA itself refused, as on a GPU that is full or used exclusively.
+    """
 
     gpu: int
     pci: str
     ok: bool
     reason: str = ""
     remedy: str = ""
+    tried: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,11 +140,13 @@ class Proof:
     Attributes
     ----------
     ok : bool
-        Whether the file was registered and every transfer that was tried succeeded.
+        Whether the file was registered and every transfer that cuFile was asked for succeeded.
     reason, remedy : str
         Why not, and what helps.
     driver_opened, registered : bool
         How far it came.
+    refused : bool
+        Whether cuFile answered with an error, rather than hanging or ending the process.
     forbade_compatibility : bool
         Whether libcufile took the order not to fall back to compatibility mode.
     nvfs_version : tuple of int
@@ -139,7 +156,7 @@ class Proof:
     symbols : tuple of str
         Which of the newer functions this libcufile has.
     transfers : tuple of GpuTransfer
-        One per GPU; empty where none could be tried.
+        One per GPU that was looked at.
     """
 
     ok: bool
@@ -147,6 +164,7 @@ class Proof:
     remedy: str = ""
     driver_opened: bool = False
     registered: bool = False
+    refused: bool = False
     forbade_compatibility: bool = False
     nvfs_version: tuple[int, int] = (0, 0)
     status_flags: int = 0
@@ -167,9 +185,14 @@ def _short(pci: str) -> str:
 
 
 def prove(
-    path_or_fd: system.PathOrFd, *, forbid_compatibility: bool = True, writable: bool = False, timeout: float = 60.0
+    path_or_fd: system.PathOrFd,
+    *,
+    forbid_compatibility: bool = True,
+    writable: bool = False,
+    gpu: int | Literal["all", "none"] = "all",
+    timeout: float = 30.0,
 ) -> Proof:
-    """Let a child process register a file with cuFile and move one block between it and each GPU.
+    """Let a child process register a file with cuFile and move one block between it and GPUs.
 
     Parameters
     ----------
@@ -179,6 +202,9 @@ def prove(
         Whether libcufile is told not to fall back to compatibility mode.
     writable : bool, optional
         Whether the first block of the file may be overwritten. Otherwise it is only read.
+    gpu : int, "all" or "none", optional
+        Which GPUs to move a block to: CUDA's index of one, all of them, or none, which only registers the file. Every
+        one costs a CUDA context, some hundred MiB of its memory for a moment.
     timeout : float, optional
         Seconds until the child is killed.
 
@@ -188,23 +214,47 @@ def prove(
         Never raises for what cuFile or the file does.
     """
     # The probe also knows WSL and the abort at driver open, and remembers its answer.
-    probed = driver.probe()
+    probed = driver.probe(timeout)
     if not probed.ok:
         return Proof(False, probed.reason, probed.remedy)
-    if not sys.executable:
-        return Proof(False, "there is no Python executable to try cuFile with", "run an ordinary Python")
     try:
         location = library.find()
         if location is None:
             return Proof(False, "libcufile was not found", "install the CUDA toolkit, or 'pip install nvidia-cufile'")
         with _opened(path_or_fd, writable) as (fd, may_write):
             size = _BLOCK if os.fstat(fd).st_size >= _BLOCK else 0
-            return _run(location.path, fd, forbid_compatibility, may_write, size, timeout)
+            arguments = [location.path, str(gpu), *(str(int(a)) for a in (fd, forbid_compatibility, may_write, size))]
+            return _run(arguments, fd, forbid_compatibility, timeout)
     except CuFileUnavailableError as error:
         return Proof(False, error.reason, error.remedy)
     except OSError as error:
-        reason = f"no file could be opened with O_DIRECT: {os.strerror(error.errno or 0)}"
-        return Proof(False, reason, "name a file that may be read, on a file system with direct I/O")
+        reason = f"no file could be opened with O_DIRECT to try cuFile on: {os.strerror(error.errno or 0)}"
+        return Proof(False, reason, "name a directory that you may write, on a file system with direct I/O")
+
+
+@contextmanager
+def trial_file(directory: str, nbytes: int = _BLOCK) -> Iterator[str]:
+    """Make a file of zeros for the length of a ``with`` block, and yield its path; it is removed whatever happens.
+
+    Raises
+    ------
+    OSError
+        If it cannot be made.
+    """
+    # It needs a name: libcufile opens the file again by its name, and answers 5031 or 5019 to one from O_TMPFILE.
+    path = os.path.join(directory, f"{_PREFIX}{secrets.token_hex(8)}")
+    try:
+        # Within the try block, so that there is no moment in which Ctrl-C would leave the file behind.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, bytes(nbytes))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield path
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 @contextmanager
@@ -214,17 +264,12 @@ def _opened(path_or_fd: system.PathOrFd, writable: bool) -> Iterator[tuple[int, 
     path = f"/proc/self/fd/{path_or_fd}" if isinstance(path_or_fd, int) else os.fsdecode(path_or_fd)
     status = os.stat(path)
     if not status.st_nlink:
-        # libcufile opens the file again by its name (and answers 5031 without one), so its directory must do.
+        # A file without a name, whose directory must do.
         path = os.path.dirname(os.readlink(path))
         status = os.stat(path)
     if stat.S_ISDIR(status.st_mode):
-        # No O_TMPFILE, for the same reason; libcufile answers 5019 to that flag, and to O_NONBLOCK.
-        with tempfile.NamedTemporaryFile(prefix=".torchdirect-gds-", dir=path) as file:
-            file.write(bytes(_BLOCK))
-            file.flush()
-            os.fsync(file.fileno())
-            with _opened(file.name, True) as opened:
-                yield opened
+        with trial_file(path) as name, _opened(name, True) as opened:
+            yield opened
         return
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
@@ -235,35 +280,13 @@ def _opened(path_or_fd: system.PathOrFd, writable: bool) -> Iterator[tuple[int, 
         os.close(fd)
 
 
-def _run(path: str, fd: int, strict: bool, writable: bool, size: int, timeout: float) -> Proof:
-    with tempfile.TemporaryDirectory(prefix="cufile-proof-") as folder:
-        environment = dict(os.environ, CUFILE_LOGFILE_PATH=os.path.join(folder, "cufile.log"))
-        config = environment.get("CUFILE_ENV_PATH_JSON")
-        if config:
-            environment["CUFILE_ENV_PATH_JSON"] = os.path.abspath(config)
-        if strict:
-            environment["CUFILE_ALLOW_COMPAT_MODE"] = "false"
-        arguments = [path, str(fd), str(int(strict)), str(int(writable)), str(size)]
-        try:
-            child = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _CHILD, *arguments],
-                # libcufile writes cufile.log into the working directory.
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                pass_fds=(fd,),
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            steps = _steps(error.stdout or b"")
-            last = steps[-1]["step"] if steps else "start"
-            reason = f"a trial of cuFile did not end within {timeout:g} seconds; its last step was '{last}'"
-            return Proof(False, reason, "check that nvidia-smi answers, and see dmesg", "register" in map(_name, steps))
-        except OSError as error:
-            return Proof(False, f"a trial of cuFile could not start: {error}", "run an ordinary Python")
-    return judge(_steps(child.stdout), child.returncode)
+def _run(arguments: list[str], fd: int, strict: bool, timeout: float) -> Proof:
+    environment = {"CUFILE_ALLOW_COMPAT_MODE": "false"} if strict else {}
+    try:
+        ended = child.python(_CHILD, arguments, timeout, environment=environment, pass_fds=(fd,))
+    except OSError as error:
+        return Proof(False, f"a trial of cuFile could not start: {error}", "run it with an ordinary Python")
+    return judge(_steps(ended.stdout), ended.returncode, ended.logged)
 
 
 def _steps(output: bytes) -> list[dict[str, Any]]:
@@ -275,11 +298,11 @@ def _name(step: dict[str, Any]) -> str:
     return str(step["step"])
 
 
-def judge(steps: list[dict[str, Any]], returncode: int) -> Proof:
-    """Make a proof of the lines that the child wrote: pure, for tests."""
+def judge(steps: list[dict[str, Any]], returncode: int | None, logged: str = "") -> Proof:
+    """Make a proof of what the child wrote, how it ended (None: not in time) and the first error in its log."""
     told: dict[str, dict[str, Any]] = {_name(step): step for step in steps}
     known: dict[str, Any] = {
-        "driver_opened": "register" in told,
+        "driver_opened": "open" in told and told["open"]["status"][0] in (0, _ALREADY_OPEN),
         "forbade_compatibility": bool(told.get("symbols", {}).get("forbade")),
         "symbols": tuple(told.get("symbols", {}).get("symbols", ())),
     }
@@ -287,34 +310,38 @@ def judge(steps: list[dict[str, Any]], returncode: int) -> Proof:
         major, minor = told["properties"]["nvfs"]
         known.update(nvfs_version=(major, minor), status_flags=told["properties"]["flags"])
         known["features"] = told["properties"]["features"]
+    detail = f" (cufile.log: {logged})" if logged else ""
     for step, function in (("open", "cuFileDriverOpen"), ("register", "cuFileHandleRegister")):
-        if step not in told:
-            continue
-        failure = decode_status(*told[step]["status"])
-        if failure is not None and failure.code != 5026:
-            return Proof(False, _text(function, failure), failure.remedy, **known)
+        failure = decode_status(*told[step]["status"]) if step in told else None
+        if failure is not None and failure.code != _ALREADY_OPEN:
+            return Proof(False, _text(function, failure) + detail, failure.remedy, refused=True, **known)
     known["registered"] = "register" in told
     known["transfers"] = transfers = tuple(_transfer(step) for step in steps if _name(step) == "gpu")
     if "end" not in told:
-        how = f"status {returncode}"
-        if returncode < 0:
-            try:
-                how = signal.Signals(-returncode).name
-            except ValueError:
-                how = f"signal {-returncode}"
         last = _name(steps[-1]) if steps else "start"
-        reason = f"cuFile ended a trial process with {how} after the step '{last}'"
+        if returncode is None:
+            reason = f"a trial of cuFile did not end in time; its last step was '{last}'{detail}"
+            return Proof(False, reason, "check that nvidia-smi answers, and see dmesg", **known)
+        reason = f"cuFile ended a trial process with {_ending(returncode)} after the step '{last}'{detail}"
         return Proof(False, reason, "use a host transfer type; look for the cause in cufile.log", **known)
-    failed = next((transfer for transfer in transfers if not transfer.ok), None)
+    failed = next((transfer for transfer in transfers if transfer.tried and not transfer.ok), None)
     if failed is not None:
-        return Proof(False, f"GPU {failed.gpu}: {failed.reason}", failed.remedy, **known)
+        return Proof(False, f"GPU {failed.gpu}: {failed.reason}{detail}", failed.remedy, **known)
     return Proof(True, **known)
+
+
+def _ending(returncode: int) -> str:
+    try:
+        return signal.Signals(-returncode).name if returncode < 0 else f"status {returncode}"
+    except ValueError:
+        return f"signal {-returncode}"
 
 
 def _transfer(step: dict[str, Any]) -> GpuTransfer:
     index, pci = int(step["index"]), str(step["pci"])
     if step["cuda"]:
-        return GpuTransfer(index, pci, False, f"CUDA error {step['cuda']}", "check that nvidia-smi shows the GPU free")
+        reason = f"no CUDA context and memory for a trial: {cuda_error_name(step['cuda'])} ({step['cuda']})"
+        return GpuTransfer(index, pci, False, reason, "free the GPU (nvidia-smi shows who uses it)", tried=False)
     for function in ("cuFileWrite", "cuFileRead"):
         if function in step:
             failure = decode_transfer(*step[function])

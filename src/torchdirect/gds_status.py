@@ -2,22 +2,27 @@
 
 The kernel's own files answer "no" in well under a millisecond and without libcufile or CUDA; only when they have no
 objection does a short-lived child process register the file with compatibility mode forbidden. The answer is kept per
-device, so later calls cost one ``stat``.
+file system, so later calls cost microseconds.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 from torchdirect import system
-from torchdirect.gds_facts import GdsFacts, Tree, device_number, gather
+from torchdirect.gds_facts import GdsFacts, device_number, gather
 from torchdirect.gds_proof import Proof, prove
 from torchdirect.system import DirectIO
 
 __all__ = ["GdsStatus", "Objection", "conclude", "gds_status", "judge", "objections", "p2pdma_objection", "reset"]
+
+logger = logging.getLogger("torchdirect")
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,14 @@ class Objection:
 
 # GDS file systems: local ones on NVMe, and distributed ones whose clients do RDMA to GPU memory.
 _LOCAL = frozenset({"ext4", "xfs"})
-_DISTRIBUTED = frozenset({"lustre", "wekafs", "nfs", "nfs4", "gpfs", "beegfs", "scatefs"})
+_DISTRIBUTED = frozenset({"lustre", "wekafs", "nfs", "nfs4", "gpfs", "beegfs", "scatefs", "virtiofs"})
 # These may register GPU memory through dma-buf, without nvidia-fs.
 _OWN_RDMA = frozenset({"gpfs", "wekafs"})
 _USE_HOST = "use a host transfer type (AUTO does)"
 _NVMES = "keep the file on ext4 or xfs on a local NVMe disk"
 
-#: First NVIDIA driver branch whose open kernel modules serve PCI P2PDMA.
-P2PDMA_BRANCH = 570
+#: First NVIDIA driver branch whose open kernel modules serve PCI P2PDMA ("GDS Support for NVMe", NVIDIA).
+P2PDMA_BRANCH = 565
 
 
 def p2pdma_objection(facts: GdsFacts) -> Objection | None:
@@ -115,6 +120,12 @@ def p2pdma_objection(facts: GdsFacts) -> Objection | None:
             "PCI P2PDMA is switched off for NVMe in libcufile's configuration",
             "set block.nvme.use_pci_p2pdma to true in cufile.json",
         )
+    if facts.disk.kind == "nvme" and facts.disk.detail not in ("", "pcie"):
+        reason = f"PCI P2PDMA serves local NVMe disks only, and this one is reached over {facts.disk.detail}"
+        return Objection("p2pdma", reason, "load nvidia-fs (modprobe nvidia-fs)")
+    # A known limitation of cuFile; whoever switches it on all the same may have a release without it.
+    if facts.disk.kind == "raid" and not config.raid_p2pdma:
+        return Objection("p2pdma", "PCI P2PDMA does not serve md RAID", "load nvidia-fs (modprobe nvidia-fs)")
     return None
 
 
@@ -134,7 +145,8 @@ def objections(facts: GdsFacts) -> tuple[Objection, ...]:
 
 def _machine(facts: GdsFacts) -> list[Objection]:
     if facts.wsl:
-        return [Objection("wsl", "this is WSL, where libcufile ends the process", "use native Linux", fatal=True)]
+        reason = "this is WSL, which has no direct path, and where libcufile can end the process"
+        return [Objection("wsl", reason, f"use native Linux; here, {_USE_HOST}", fatal=True)]
     if facts.driver is None and not facts.gpus:
         remedy = "install the NVIDIA driver; in a container, pass the GPU in (docker run --gpus all)"
         return [Objection("gpu", "no NVIDIA GPU or driver is visible here", remedy, fatal=True)]
@@ -159,9 +171,8 @@ def _volume(facts: GdsFacts) -> list[Objection]:
         found.append(
             Objection("file-system", "NFS runs over TCP here", "mount it over RDMA (-o proto=rdma,port=20049)")
         )
-    mode = next((o for o in facts.file_system.options if o.startswith("data=")), "data=ordered")
-    if kind == "ext4" and mode != "data=ordered":
-        reason = f"ext4 is mounted with {mode}, and GPUDirect Storage needs data=ordered"
+    if kind == "ext4" and facts.journal in ("writeback", "journal"):
+        reason = f"ext4 is mounted with data={facts.journal}, and GPUDirect Storage needs data=ordered"
         found.append(Objection("file-system", reason, "mount it with data=ordered, ext4's default"))
     if local or disk.kind not in ("none", "hidden"):
         if not facts.udev_record:
@@ -175,10 +186,14 @@ def _volume(facts: GdsFacts) -> list[Objection]:
 
 
 _DM = {"LVM": "LVM", "CRYPT": "dm-crypt", "mpath": "multipath"}
+# What libcufile has no driver for. Of others, such as SCSI, nvidia-fs serves some, so with it the trial must tell.
+_NEVER = frozenset({"virtio", "loop", "memory", "network"})
 
 
 def _block_device(facts: GdsFacts) -> list[Objection]:
     disk = facts.disk
+    if disk.kind == "nvme" and disk.detail == "tcp":
+        return [Objection("disk", f"the disk {disk.layers[-1]} is reached over TCP", "connect it over RDMA")]
     if disk.kind in ("nvme", "hidden", "none"):
         return []
     if disk.kind == "dm":
@@ -190,11 +205,10 @@ def _block_device(facts: GdsFacts) -> list[Objection]:
             reason = f"the file system is on md {disk.detail or 'RAID'} of {'/'.join(disk.below)} disks"
             return [Objection("disk", reason, "use md RAID 0 of NVMe disks, or one NVMe disk")]
         return []
-    # SCSI disks are left to the trial where nvidia-fs is there, which knows some of them.
-    if disk.kind == "scsi" and facts.nvidia_fs is not None:
+    if disk.kind not in _NEVER and facts.nvidia_fs is not None:
         return []
-    name = disk.layers[-1] if disk.layers else "unknown"
-    return [Objection("disk", f"the disk {name} is no NVMe device but {disk.kind}", _NVMES)]
+    kind = f" but {disk.kind}" if disk.kind != "other" else ""
+    return [Objection("disk", f"the disk {disk.layers[-1]} is no NVMe device{kind}", _NVMES)]
 
 
 def _kernel_side(facts: GdsFacts) -> list[Objection]:
@@ -221,6 +235,7 @@ def _configuration(facts: GdsFacts) -> list[Objection]:
         reason = "libcufile's configuration forces compatibility mode"
         found.append(Objection("config", reason, "set force_compat_mode to false (or unset CUFILE_FORCE_COMPAT_MODE)"))
     names = {facts.file_system.type, facts.file_system.mount_point, facts.file_system.source, facts.disk.kind}
+    names.update(f"/dev/{layer}" for layer in facts.disk.layers)
     if names & set(config.denied):
         remedy = "remove it from the denylist in cufile.json"
         found.append(Objection("config", "the denylist in cufile.json names this file system or disk", remedy))
@@ -230,8 +245,10 @@ def _configuration(facts: GdsFacts) -> list[Objection]:
 def judge(facts: GdsFacts) -> GdsStatus | None:
     """Decide by the facts alone; None where they have no objection, so that only a trial can tell."""
     found = objections(facts)
-    if not found:
-        return None
+    return _verdict(facts, found) if found else None
+
+
+def _verdict(facts: GdsFacts, found: tuple[Objection, ...]) -> GdsStatus:
     fatal = next((objection for objection in found if objection.fatal), None)
     compatible = fatal is None and facts.config.allow_compat_mode is not False
     first = fatal or found[0]
@@ -242,7 +259,7 @@ def conclude(facts: GdsFacts, strict: Proof) -> GdsStatus:
     """Decide by a trial with compatibility mode forbidden, which ran after the facts had no objection."""
     allowed = facts.config.allow_compat_mode is not False
     if strict.ok and strict.forbade_compatibility:
-        moved = "read" if strict.transfers else "registered"
+        moved = "read" if any(transfer.ok for transfer in strict.transfers) else "registered"
         return GdsStatus(True, allowed, f"cuFile {moved} the file with compatibility mode forbidden", "")
     if strict.ok:
         # Too old for the parameter: then the kernel driver's own version is the sign that it takes part.
@@ -250,7 +267,7 @@ def conclude(facts: GdsFacts, strict: Proof) -> GdsStatus:
             return GdsStatus(True, allowed, "cuFile registered the file, and its driver runs on nvidia-fs", "")
         reason = "this libcufile cannot forbid compatibility mode, and nvidia-fs takes no part"
         return GdsStatus(False, allowed, reason, "install a newer libcufile")
-    if strict.forbade_compatibility and not strict.driver_opened:
+    if strict.forbade_compatibility and strict.refused and not strict.driver_opened:
         reason = "the cuFile driver does not open without compatibility mode: nothing in the kernel serves it"
         return GdsStatus(False, allowed, reason, "load nvidia-fs (modprobe nvidia-fs), or switch PCI P2PDMA on")
     # The trial comes after a probe that opens the driver as it is configured: where even that failed, nothing works.
@@ -262,7 +279,11 @@ def conclude(facts: GdsFacts, strict: Proof) -> GdsStatus:
 # ---------------------------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_answers: dict[int, GdsStatus] = {}
+# By device number and type: on some kernels the files of an overlay have the device number of the layer below it.
+_answers: dict[tuple[int, str], GdsStatus] = {}
+
+# A CUDA context and a buffer take a few hundred MiB; on a GPU with less to spare the trial only registers the file.
+_SPARE_BYTES = 2 << 30
 
 
 def _after_fork_in_child() -> None:
@@ -291,27 +312,37 @@ def gds_status(path_or_fd: system.PathOrFd) -> GdsStatus:
     Returns
     -------
     GdsStatus
-        Never raises. The first call per device reads some small files of the kernel, and starts a child process that
-        tries cuFile only if they have no objection (seconds); later ones cost one ``stat``.
+        Never raises. The first call per file system reads some small files of the kernel (milliseconds), and only if
+        they have no objection does it try cuFile in child processes (seconds, and about a minute if CUDA hangs). Later
+        calls cost microseconds.
     """
     try:
         place, status = _existing(path_or_fd)
+        key = status.st_dev, system.file_system_type(place)
+        found = _answers.get(key)
+        if found is not None:
+            return found
+        with _lock:
+            if key not in _answers:
+                answer, lasting = _find_out(place, status)
+                if not lasting:
+                    return answer
+                _answers[key] = answer
+            return _answers[key]
     except OSError as error:
-        reason = f"the file cannot be looked up: {os.strerror(error.errno or 0)}"
+        reason = f"the file cannot be looked up: {error.strerror or error}"
         return GdsStatus(False, False, reason, "name a file that exists and may be read")
-    found = _answers.get(status.st_dev)
-    if found is not None:
-        return found
-    with _lock:
-        if status.st_dev not in _answers:
-            _answers[status.st_dev] = _find_out(place, status, prove)
-        return _answers[status.st_dev]
+    except Exception as error:
+        # A wrong answer costs a slower path, an exception would cost the caller the checkpoint.
+        logger.warning("whether GPUDirect Storage is real could not be found out", exc_info=True)
+        reason = f"it could not be found out: {type(error).__name__}: {error}"
+        return GdsStatus(False, False, reason, f"report this; until then, {_USE_HOST}")
 
 
-def _existing(path_or_fd: system.PathOrFd) -> tuple[system.PathOrFd, os.stat_result]:
+def _existing(path_or_fd: system.PathOrFd) -> tuple[str | int, os.stat_result]:
     if isinstance(path_or_fd, int):
         return path_or_fd, os.fstat(path_or_fd)
-    place = os.path.abspath(os.fsdecode(path_or_fd))
+    place = os.path.realpath(os.fsdecode(path_or_fd))
     while True:
         try:
             return place, os.stat(place)
@@ -322,15 +353,26 @@ def _existing(path_or_fd: system.PathOrFd) -> tuple[system.PathOrFd, os.stat_res
             place = parent
 
 
-def _find_out(
-    place: system.PathOrFd, status: os.stat_result, trial: Callable[[system.PathOrFd], Proof], tree: Tree | None = None
-) -> GdsStatus:
-    path = f"/proc/self/fd/{place}" if isinstance(place, int) else place
-    file_system = system.file_system(path)
+def _try(place: str | int) -> Proof:
+    # One GPU at most, and the one that this process works on anyway: with one process per GPU every process asks.
+    gpu: int | Literal["none"] = "none"
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_device()
+        if torch.cuda.mem_get_info(current)[0] >= _SPARE_BYTES:
+            gpu = current
+    return prove(place, gpu=gpu)
+
+
+def _find_out(place: str | int, status: os.stat_result) -> tuple[GdsStatus, bool]:
+    """Return the answer, and whether it holds for the other files of the file system too."""
+    file_system = system.file_system(f"/proc/self/fd/{place}" if isinstance(place, int) else place)
     try:
         direct_io = system.direct_io(place)
     except OSError as error:
         direct_io = DirectIO(False, 1, 1, os.strerror(error.errno or 0))
-    facts = gather(device_number(status, file_system), file_system, direct_io, tree)
-    verdict = judge(facts)
-    return verdict if verdict is not None else conclude(facts, trial(place))
+    facts = gather(device_number(status, file_system), file_system, direct_io)
+    found = objections(facts)
+    if found:
+        # Single files can lack O_DIRECT, such as encrypted ones.
+        return _verdict(facts, found), {objection.check for objection in found} != {"direct-io"}
+    return conclude(facts, _try(place)), True

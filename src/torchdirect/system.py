@@ -493,7 +493,8 @@ def _leads_to(mount_point: str, path: str) -> bool:
 def _mounts(types: tuple[str, ...] = ()) -> list[_Mount]:
     """Mounts, all or of some types, in the order of mounting; empty without /proc."""
     mounts = []
-    for line in _read_text(_MOUNTINFO).splitlines():
+    # Not splitlines(), which also splits at what a mount point may contain, such as a form feed.
+    for line in _read_text(_MOUNTINFO).split("\n"):
         # proc_pid_mountinfo(5): id parent major:minor root point options optional... - type source super-options
         left, separator, right = line.partition(" - ")
         if types and not right.startswith(types):
@@ -502,6 +503,8 @@ def _mounts(types: tuple[str, ...] = ()) -> list[_Mount]:
         if not separator or len(head) < 6 or len(tail) < 2:
             continue
         major, _, minor = head[2].partition(":")
+        if not (major.isdecimal() and minor.isdecimal()):
+            continue
         mounts.append(
             _Mount(
                 device=(int(major), int(minor)),

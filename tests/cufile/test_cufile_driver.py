@@ -215,13 +215,6 @@ def test_probe_without_library_or_python(probing: CuFileDouble, monkeypatch: pyt
     assert "names no file" in driver.probe().reason
 
 
-def test_first_error_of_the_log_is_told(tmp_path: Path) -> None:
-    log = tmp_path / "cufile.log"
-    log.write_text(" 01:02 [pid=1 tid=1] ERROR  cufio-cuda:140 unable to load libcuda\n x ERROR cufio:1 later\n")
-    assert driver._last_error(str(log)) == " (cufile.log: cufio-cuda:140 unable to load libcuda)"
-    assert driver._last_error(str(tmp_path / "none")) == ""
-
-
 def test_fork_starts_without_a_session(cufile_double: CuFileDouble) -> None:
     with driver.session():
         pid = os.fork()

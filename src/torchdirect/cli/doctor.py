@@ -13,7 +13,9 @@ from typing import Annotated
 
 import typer
 
+import torchdirect.doctor
 from torchdirect.cli import doctor_view
+from torchdirect.doctor import Report
 
 EPILOG = (
     # \b keeps the paragraph that follows it as it is.
@@ -41,20 +43,33 @@ def doctor(
     """
     named = "." if path is None else path
     try:
-        from torchdirect.doctor import diagnose
-
         with _tidy_end():
-            report = diagnose(named)
+            report = torchdirect.doctor.diagnose(named)
     except OSError as error:
         raise typer.BadParameter(f"{named!r}: {error.strerror or error}", param_hint="PATH") from None
     except KeyboardInterrupt:
         print("torchdirect: interrupted", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
-    if as_json:
-        print(json.dumps(report.to_json(), indent=2))
-    else:
-        doctor_view.show(report)
+    if sys.stdout is not None:
+        _write(report, as_json)
     raise typer.Exit(0 if report.direct else 1)
+
+
+def _write(report: Report, as_json: bool) -> None:
+    try:
+        if as_json:
+            print(json.dumps(report.to_json(), indent=2))
+        else:
+            doctor_view.show(report)
+        # Here rather than at the end of the interpreter, which can only say that something was lost.
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        print(f"torchdirect: the report could not be written: {error.strerror or error}", file=sys.stderr)
+        # Or the interpreter would try once more to write what is buffered.
+        sys.stdout = None
+        raise typer.Exit(1) from None
 
 
 @contextmanager

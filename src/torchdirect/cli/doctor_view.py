@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -11,7 +14,7 @@ from torchdirect.doctor import Level, Quality, Report, TransferVerdict
 __all__ = ["render", "show"]
 
 _WIDTH = 100
-_LEVELS = {Level.OK: ("ok", "✓", "green"), Level.NOTE: ("note", "!", "yellow"), Level.PROBLEM: ("bad", "✗", "red")}
+_LEVELS = {Level.OK: ("✓", "green"), Level.NOTE: ("!", "yellow"), Level.PROBLEM: ("✗", "red")}
 _ASCII = {"✓": "+", "✗": "x", "→": "->"}
 _QUALITIES = {
     Quality.DIRECT: "bold green",
@@ -19,41 +22,59 @@ _QUALITIES = {
     Quality.AVAILABLE: "green",
     Quality.UNAVAILABLE: "red",
 }
+_Writer = Callable[[str], str]
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print a report to standard output."""
+    """Print a report to standard output, or to a console."""
     if console is None:
         console = Console(highlight=False)
         # Without a terminal rich takes 80 columns, which would break lines that a log file need not have broken.
-        console = Console(highlight=False, width=min(console.width, _WIDTH) if console.is_terminal else _WIDTH)
-    console.print(render(report, ascii_only=not _unicode(console)))
+        told = console.is_terminal or "COLUMNS" in os.environ
+        console = Console(highlight=False, width=min(console.width, _WIDTH) if told else _WIDTH)
+    if console.is_terminal:
+        console.print(render(report, console.encoding))
+        return
+    with console.capture() as capture:
+        console.print(render(report, console.encoding))
+    # Tables pad their lines, which a file need not keep.
+    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
-def _unicode(console: Console) -> bool:
-    return (console.encoding or "").lower().replace("-", "").startswith("utf")
+def _writer(encoding: str) -> _Writer:
+    """Return a function that writes a text as an encoding can: signs as their stand-ins, others escaped."""
+
+    def write(text: str) -> str:
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError:
+            text = "".join(_ASCII.get(character, character) for character in text)
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        return text
+
+    return write
 
 
-def render(report: Report, *, ascii_only: bool = False) -> RenderableType:
+def render(report: Report, encoding: str = "utf-8") -> RenderableType:
     """Build what `show` prints."""
-
-    def sign(symbol: str) -> str:
-        return _ASCII.get(symbol, symbol) if ascii_only else symbol
-
-    arrow = sign("→")
+    write = _writer(encoding)
     return Group(
-        _headline(report, sign), Text(), _transfers(report), Text(), _findings(report, sign, arrow), _end(report, arrow)
+        _headline(report, write),
+        Text(),
+        _transfers(report, write),
+        Text(),
+        _findings(report, write),
+        _end(report, write),
     )
 
 
-def _headline(report: Report, sign: object) -> Text:
-    assert callable(sign)
-    text = Text("torchdirect doctor ", style="bold").append(report.path, style="bold cyan").append("\n")
+def _headline(report: Report, write: _Writer) -> Text:
+    text = Text("torchdirect doctor ", style="bold").append(write(report.path), style="bold cyan").append("\n")
     if report.direct:
         gpus = sorted({v.gpu for v in report.transfers if v.quality is Quality.DIRECT and v.gpu is not None})
-        where = f" for GPU {', '.join(map(str, gpus))}" if gpus else ""
-        return text.append(f"{sign('✓')} GPUDirect Storage is real here{where}", style="bold green")
-    return text.append(f"{sign('✗')} No direct path between storage and GPU here", style="bold red")
+        where = f" for GPU {_ranges(gpus)}" if gpus else ""
+        return text.append(write(f"✓ GPUDirect Storage is real here{where}"), style="bold green")
+    return text.append(write("✗ No direct path between storage and GPU here"), style="bold red")
 
 
 def _grouped(report: Report) -> list[tuple[list[TransferVerdict], list[int]]]:
@@ -95,7 +116,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts)
 
 
-def _transfers(report: Report) -> Table:
+def _transfers(report: Report, write: _Writer) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("transfer type", no_wrap=True)
     rows = _grouped(report)
@@ -105,31 +126,28 @@ def _transfers(report: Report) -> Table:
     table.add_column("quality", no_wrap=True)
     table.add_column("why", ratio=1, overflow="fold")
     for row, gpus in rows:
-        types = "\n".join(f"{int(v.transfer_type)} {v.transfer_type.name}" for v in row)
+        types = Text("\n".join(f"{int(v.transfer_type)} {v.transfer_type.name}" for v in row))
         quality = Text(row[0].quality.value, style=_QUALITIES[row[0].quality])
-        table.add_row(types, *([_ranges(gpus)] if several else []), quality, row[0].reason)
+        table.add_row(types, *([_ranges(gpus)] if several else []), quality, Text(write(row[0].reason)))
     return table
 
 
-def _findings(report: Report, sign: object, arrow: str) -> Table:
-    assert callable(sign)
+def _findings(report: Report, write: _Writer) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
     for finding in report.findings:
-        _, symbol, style = _LEVELS[finding.level]
-        text = Text(finding.text)
-        if finding.remedy and finding.level is not Level.OK:
-            text.append(f"\n{arrow} {finding.remedy}", style="cyan")
-        table.add_row(Text(sign(symbol), style=style), Text(finding.check, style=style), text)
+        symbol, style = _LEVELS[finding.level]
+        text = Text(write(finding.text))
+        if finding.remedy:
+            text.append(write(f"\n→ {finding.remedy}"), style="cyan")
+        table.add_row(Text(write(symbol), style=style), Text(finding.check, style=style), text)
     return table
 
 
-def _end(report: Report, arrow: str) -> Text:
-    blocked = next(
-        (v for v in report.transfers if v.transfer_type.uses_cufile and v.quality is not Quality.DIRECT), None
-    )
+def _end(report: Report, write: _Writer) -> Text:
+    blocked = next((v for v in report.transfers if v.transfer_type.uses_cufile), None)
     if report.direct or blocked is None or not blocked.remedy:
         return Text()
-    return Text("\nFirst step: ", style="bold").append(blocked.remedy)
+    return Text("\nFirst step: ", style="bold").append(write(blocked.remedy))

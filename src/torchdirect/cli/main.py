@@ -36,22 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return _BAD_USE
     try:
-        status = run(list(arguments) if arguments is not None else sys.argv[1:])
-        # Here rather than at the end of the interpreter, which could not tell what went wrong.
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return status
+        return run(list(arguments) if arguments is not None else sys.argv[1:])
     except KeyboardInterrupt:
         print("torchdirect: interrupted", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
         # The reader (head, less) has gone: nothing is left to say, also not by the interpreter's own last flush.
         sys.stdout = None
-        return 1
-    except OSError as error:
-        # A full disk below a redirected output, say: what is buffered cannot be written at the end either.
-        sys.stdout = None
-        print(f"torchdirect: the output cannot be written: {error.strerror or error}", file=sys.stderr)
         return 1
 
 

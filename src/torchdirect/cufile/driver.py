@@ -12,15 +12,13 @@ import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
+from . import child as _child
 from . import library as _library
 from . import structs
 from .errors import CuFileError, CuFileUnavailableError, decode_status
@@ -47,8 +45,7 @@ _PROC_VERSION = "/proc/version"
 
 # The child imports nothing of this package: it must start fast, and must not load torch or touch this process's CUDA.
 _CHILD = """
-import ctypes, json, os, resource, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+import ctypes, json, os, sys
 class Status(ctypes.Structure):
     _fields_ = [("err", ctypes.c_int), ("cu_err", ctypes.c_int)]
 library = ctypes.CDLL(sys.argv[1])
@@ -164,48 +161,22 @@ def _probe_in_child(timeout: float) -> ProbeResult:
         path = _library.load().location.path
     except CuFileUnavailableError as error:
         return ProbeResult(False, error.reason, error.remedy)
-    if not sys.executable:
-        return ProbeResult(
-            False, "there is no Python executable to probe cuFile with", f"set {PROBE_VARIABLE}=0 to skip the probe"
-        )
-    with tempfile.TemporaryDirectory(prefix="cufile-probe-") as folder:
-        log = os.path.join(folder, "cufile.log")
-        environment = dict(os.environ, CUFILE_LOGFILE_PATH=log)
-        config = environment.get("CUFILE_ENV_PATH_JSON")
-        if config:
-            environment["CUFILE_ENV_PATH_JSON"] = os.path.abspath(config)
-        try:
-            # libcufile writes cufile.log into the working directory, hence cwd.
-            child = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", _CHILD, path],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return ProbeResult(
-                False,
-                f"opening the cuFile driver did not end within {timeout:g} seconds",
-                "check that nvidia-smi answers, and see dmesg",
-            )
-        except OSError as error:
-            return ProbeResult(
-                False, f"the probe of cuFile could not start: {error}", f"set {PROBE_VARIABLE}=0 to skip it"
-            )
-        return _judge(child.returncode, child.stdout, child.stderr, _last_error(log))
-
-
-def _last_error(log: str) -> str:
     try:
-        with open(log, errors="replace") as lines:
-            errors = [line.split("ERROR", 1)[1].strip() for line in lines if "ERROR" in line]
-    except OSError:
-        return ""
-    # The first error is the cause; later ones only pass it on.
-    return f" (cufile.log: {errors[0][:200]})" if errors else ""
+        ended = _child.python(_CHILD, [path], timeout)
+    except OSError as error:
+        return ProbeResult(
+            False,
+            f"the child process that tries the cuFile driver first could not start: {error}",
+            f"set {PROBE_VARIABLE}=0 to open the driver untried",
+        )
+    if ended.returncode is None:
+        return ProbeResult(
+            False,
+            f"opening the cuFile driver did not end within {timeout:g} seconds",
+            "check that nvidia-smi answers, and see dmesg",
+        )
+    logged = f" (cufile.log: {ended.logged})" if ended.logged else ""
+    return _judge(ended.returncode, ended.stdout, ended.stderr, logged)
 
 
 def _judge(returncode: int, stdout: bytes, stderr: bytes, logged: str) -> ProbeResult:

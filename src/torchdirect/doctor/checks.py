@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torchdirect.cufile.structs import DriverStatus
 from torchdirect.doctor.facts import Facts, Gpu
 from torchdirect.doctor.report import Finding, Level, Quality, TransferVerdict
 from torchdirect.gds_proof import Proof
-from torchdirect.gds_status import P2PDMA_BRANCH, GdsStatus, Objection, conclude, judge, objections, p2pdma_objection
+from torchdirect.gds_status import GdsStatus, conclude, judge, objections, p2pdma_objection
 from torchdirect.transfer import TransferType
 
-__all__ = ["Trials", "findings", "verdicts"]
+__all__ = ["Trials", "findings", "shown_options", "verdicts"]
 
 _GIB = 1 << 30
 
 
+@dataclass(frozen=True)
 class Trials:
     """The two trials of cuFile: with compatibility mode forbidden, and allowed; None where it was not tried."""
 
-    def __init__(self, strict: Proof | None = None, lenient: Proof | None = None) -> None:
-        self.strict = strict
-        self.lenient = lenient
+    strict: Proof | None = None
+    lenient: Proof | None = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -28,64 +33,161 @@ class Trials:
 
 
 def findings(facts: Facts, trials: Trials) -> tuple[Finding, ...]:
-    """Judge everything that was looked at, one finding each, in the order in which a reader would look."""
-    objected: dict[str, Objection] = {}
-    for objection in objections(facts.gds):
-        objected.setdefault(objection.check, objection)
-    found = []
-    for name, text in (
-        ("wsl", ""),
-        ("container", f"in a {facts.container} container" if facts.container else "not in a container"),
-        ("gpu", _gpu_text(facts)),
-        ("driver", ""),
-        ("bar1", ""),
-        ("libcufile", ""),
-        ("config", _config_text(facts)),
-        ("nvidia-fs", _nvidia_fs_text(facts)),
-        ("p2pdma", ""),
-        ("iommu", ""),
-        ("file-system", _file_system_text(facts)),
-        ("direct-io", _direct_io_text(facts)),
-        ("disk", _disk_text(facts)),
-        ("udev", f"/run/udev/data/b{facts.gds.device} is readable" if facts.gds.udev_record else ""),
-        ("numa", ""),
-        ("memlock", ""),
-        ("trial", ""),
-    ):
-        if name in objected:
-            # Every cause is in the way, except what stops only the direct path of a machine that has no GPU at all.
-            found.append(Finding(name, Level.PROBLEM, objected[name].reason, objected[name].remedy))
-            continue
-        finding = _SPECIAL[name](facts, trials) if name in _SPECIAL else Finding(name, Level.OK, text) if text else None
-        if finding is not None:
-            found.append(finding)
+    """Judge everything that was looked at, in the order in which a reader would look.
+
+    A check gives one finding for each cause that it knows to be in the way, else one or none that says how things are.
+    """
+    objected = objections(facts.gds)
+    found: list[Finding] = []
+    for check, look in _CHECKS:
+        in_the_way = [Finding(check, Level.PROBLEM, o.reason, o.remedy) for o in objected if o.check == check]
+        finding = None if in_the_way else look(facts, trials)
+        found += in_the_way or ([finding] if finding is not None else [])
     return tuple(found)
 
 
-def _gpu_text(facts: Facts) -> str:
+def _wsl(facts: Facts, trials: Trials) -> Finding | None:
+    return None
+
+
+def _container(facts: Facts, trials: Trials) -> Finding | None:
+    return Finding("container", Level.OK, f"{facts.container} container" if facts.container else "not in a container")
+
+
+def _gpu(facts: Facts, trials: Trials) -> Finding | None:
+    if not facts.gpus:
+        return None
     names: dict[str, int] = {}
     for gpu in facts.gpus:
         names[gpu.name] = names.get(gpu.name, 0) + 1
-    return ", ".join(f"{count} x {name}" for name, count in names.items())
+    text = ", ".join(f"{count} x {name}" for name, count in names.items())
+    if all(gpu.usable for gpu in facts.gpus):
+        return Finding("gpu", Level.OK, text)
+    reason, remedy = _unusable(facts)
+    return Finding("gpu", Level.PROBLEM, f"{text}: {reason}", remedy)
 
 
-def _config_text(facts: Facts) -> str:
+def _unusable(facts: Facts) -> tuple[str, str]:
+    """Return why torch cannot use the GPUs, and what helps."""
+    if facts.cuda_fault is not None:
+        return facts.cuda_fault.reason, facts.cuda_fault.remedy
+    if not facts.torch_cuda:
+        return "this torch is a CPU build, which uses no GPU", "install a CUDA build of torch"
+    driver = facts.gds.driver.version if facts.gds.driver is not None else ""
+    reason = f"torch, built for CUDA {facts.torch_cuda}, cannot use the GPU with NVIDIA driver {driver}".rstrip()
+    return reason, "install a newer NVIDIA driver, or a torch that is built for an older CUDA"
+
+
+def _driver(facts: Facts, trials: Trials) -> Finding | None:
+    driver = facts.gds.driver
+    if driver is None:
+        return None
+    kinds = {True: "open kernel modules", False: "proprietary kernel modules", None: "kind of modules not told"}
+    text = f"NVIDIA driver {driver.version or '(unknown version)'}, {kinds[driver.open_modules]}"
+    if driver.open_modules is False:
+        remedy = "install the open kernel modules (nvidia-open): PCI P2PDMA and new releases of nvidia-fs need them"
+        return Finding("driver", Level.NOTE, text, remedy)
+    return Finding("driver", Level.OK, text)
+
+
+def _bar1(facts: Facts, trials: Trials) -> Finding | None:
+    sizes = sorted({gpu.bar1_bytes for gpu in facts.gpus if gpu.bar1_bytes})
+    if not sizes:
+        return None
+    text = "BAR1 of " + ", ".join(f"{s / _GIB:g} GiB" if s >= _GIB else f"{s >> 20} MiB" for s in sizes)
+    if sizes[0] < _GIB:
+        remedy = "enable resizable BAR in the firmware, where the GPU has it"
+        return Finding("bar1", Level.NOTE, f"{text}: only so much GPU memory can be registered", remedy)
+    return Finding("bar1", Level.OK, text)
+
+
+_SOURCES = {
+    "environment": "named by TORCHDIRECT_LIBCUFILE",
+    "loaded": "loaded in this process",
+    "loader": "from the system's library path",
+    "toolkit": "from the CUDA toolkit",
+    "pip": "from a pip package",
+}
+
+
+def _libcufile(facts: Facts, trials: Trials) -> Finding | None:
+    found = facts.libcufile
+    if not found.path:
+        return Finding("libcufile", Level.PROBLEM, f"no libcufile: {found.reason}", found.remedy)
+    version = f"libcufile {found.version}" if found.version else "libcufile (unknown version)"
+    return Finding("libcufile", Level.OK, f"{version}, {_SOURCES.get(found.source, found.source)}")
+
+
+def _config(facts: Facts, trials: Trials) -> Finding | None:
     config = facts.gds.config
+    if config.error:
+        reason = f"{config.path} {config.error}"
+        return Finding("config", Level.PROBLEM, reason, "repair the file, or unset CUFILE_ENV_PATH_JSON")
     switches = (
         ("allow_compat_mode", config.allow_compat_mode),
         ("force_compat_mode", config.force_compat_mode),
         ("use_pci_p2pdma", config.use_pci_p2pdma),
         ("block.nvme.use_pci_p2pdma", config.nvme_p2pdma),
+        ("block.raid.use_pci_p2pdma", config.raid_p2pdma),
     )
     shown = ", ".join(f"{name} {str(value).lower()}" for name, value in switches if value is not None)
-    where = config.path or "no cufile.json, so libcufile's defaults"
-    return f"{where}: {shown}" if shown else where
+    text = config.path or "no cufile.json, so libcufile's defaults"
+    text = f"{text}: {shown}" if shown else text
+    if config.allow_compat_mode is False:
+        remedy = "set allow_compat_mode to true if cuFile shall work without a direct path"
+        return Finding("config", Level.NOTE, text, remedy)
+    return Finding("config", Level.OK, text)
 
 
-def _nvidia_fs_text(facts: Facts) -> str:
-    if facts.gds.nvidia_fs is None:
-        return ""
-    return f"nvidia-fs {facts.gds.nvidia_fs or '(unknown version)'} is loaded".replace("  ", " ")
+def _nvidia_fs(facts: Facts, trials: Trials) -> Finding | None:
+    version = facts.gds.nvidia_fs
+    if version is None:
+        return None
+    text = f"nvidia-fs {version or '(unknown version)'} is loaded"
+    # "Reads : err=0 io_state_err=0"; every counter in the line "Error : ..." counts faults.
+    errors = [
+        f"{line.partition(':')[0].strip()} {name}={count}"
+        for line in facts.nvidia_fs_stats
+        for name, count in re.findall(r"([\w-]+)=(\d+)", line)
+        if int(count) and (line.startswith("Error") or name.endswith("err"))
+    ]
+    if errors:
+        return Finding("nvidia-fs", Level.NOTE, f"{text} and has counted faults: {', '.join(errors)}", "see dmesg")
+    if any(line.startswith("IO stats: Enabled") for line in facts.nvidia_fs_stats):
+        text += " and counts transfers"
+    return Finding("nvidia-fs", Level.OK, text)
+
+
+def _p2pdma(facts: Facts, trials: Trials) -> Finding | None:
+    objection = p2pdma_objection(facts.gds)
+    if objection is not None:
+        # In the way only without nvidia-fs, and then the finding about nvidia-fs says so.
+        if facts.gds.nvidia_fs is None:
+            return None
+        return Finding("p2pdma", Level.OK, f"not needed with nvidia-fs: {objection.reason}")
+    if facts.nvme_multipath:
+        text = "PCI P2PDMA is switched on, but the kernel's NVMe multipathing is too, which keeps it from working"
+        level = Level.PROBLEM if facts.gds.nvidia_fs is None else Level.NOTE
+        return Finding("p2pdma", level, text, "load nvme_core with multipath=N (options nvme_core multipath=N)")
+    if facts.machine == "x86_64" and facts.gds.driver is not None and facts.registry.get("RMForceStaticBar1") != "1":
+        text = "PCI P2PDMA is switched on, but the driver parameter RMForceStaticBar1=1, which it needs, is not set"
+        remedy = 'load nvidia with NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
+        return Finding("p2pdma", Level.NOTE, text, remedy)
+    kernel = "" if facts.gds.kernel_p2pdma else "; whether the kernel has CONFIG_PCI_P2PDMA is not told here"
+    return Finding("p2pdma", Level.OK, f"PCI P2PDMA is switched on{kernel}")
+
+
+def _iommu(facts: Facts, trials: Trials) -> Finding | None:
+    if facts.iommu == "none":
+        return Finding("iommu", Level.OK, "no IOMMU translates addresses")
+    if facts.iommu == "passthrough":
+        return Finding("iommu", Level.OK, "the IOMMU passes addresses through")
+    text = "an IOMMU translates addresses"
+    # Machines with Grace processors want it that way (NVIDIA's best practices guide).
+    if facts.machine != "x86_64":
+        return Finding("iommu", Level.OK, text)
+    text += ", which slows direct transfers down or stops them"
+    return Finding("iommu", Level.NOTE, text, "boot with iommu=pt, or switch the IOMMU off")
 
 
 _SHOWN_OPTIONS = ("data", "proto", "vers", "dax", "discard", "ro", "rw", "sync", "nobarrier", "cache", "rsize", "wsize")
@@ -96,140 +198,44 @@ def shown_options(options: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(option for option in options if option.partition("=")[0] in _SHOWN_OPTIONS)
 
 
-def _file_system_text(facts: Facts) -> str:
-    system = facts.gds.file_system
-    options = [o for o in shown_options(system.options) if o != "rw"]
-    if system.type == "ext4" and not any(o.startswith("data=") for o in options):
-        options.insert(0, "data=ordered by default")
-    return f"{system.type} ({', '.join(options)})" if options else system.type
+def _file_system(facts: Facts, trials: Trials) -> Finding | None:
+    system, journal = facts.gds.file_system, facts.gds.journal
+    options = [o for o in shown_options(system.options) if o != "rw" and not o.startswith("data=")]
+    if journal:
+        options.insert(0, "no journal" if journal == "none" else f"data={journal}")
+    return Finding("file-system", Level.OK, f"{system.type} ({', '.join(options)})" if options else system.type)
 
 
-def _direct_io_text(facts: Facts) -> str:
+def _direct_io(facts: Facts, trials: Trials) -> Finding | None:
     direct = facts.gds.direct_io
-    return f"O_DIRECT works; memory aligned to {direct.memory_align}, offsets to {direct.offset_align} bytes"
+    text = f"O_DIRECT works; memory aligned to {direct.memory_align}, offsets to {direct.offset_align} bytes"
+    return Finding("direct-io", Level.OK, text if direct.reason == "statx" else f"{text} ({direct.reason})")
 
 
-def _disk_text(facts: Facts) -> str:
+def _disk(facts: Facts, trials: Trials) -> Finding | None:
     disk = facts.gds.disk
     if disk.kind == "none":
-        return ""
+        return None
     if disk.kind == "hidden":
-        return f"the block device {facts.gds.device} is not shown in /sys here"
-    return " on ".join(disk.layers) + f" ({disk.kind}{' ' + disk.detail if disk.detail else ''})"
-
-
-def _wsl(facts: Facts, trials: Trials) -> Finding | None:
-    return None
-
-
-def _gpu(facts: Facts, trials: Trials) -> Finding | None:
-    text = _gpu_text(facts)
-    if not facts.gpus:
-        return None
-    if all(gpu.usable for gpu in facts.gpus):
-        return Finding("gpu", Level.OK, text)
-    if not facts.torch_cuda:
-        remedy = "install a CUDA build of torch"
-        return Finding("gpu", Level.PROBLEM, f"{text}, and this torch is a CPU build, which cannot use them", remedy)
-    reason = f"{text}, and torch (CUDA {facts.torch_cuda}) cannot use them"
-    return Finding("gpu", Level.PROBLEM, reason, "install a driver that is new enough for this torch; see nvidia-smi")
-
-
-def _driver(facts: Facts, trials: Trials) -> Finding | None:
-    driver = facts.gds.driver
-    if driver is None:
-        return None
-    kinds = {True: "open kernel modules", False: "proprietary kernel modules", None: "kind of modules not told"}
-    text = f"NVIDIA driver {driver.version or '(unknown version)'}, {kinds[driver.open_modules]}"
-    if driver.open_modules is False:
-        needed = f"newer nvidia-fs and PCI P2PDMA (driver {P2PDMA_BRANCH}) need them"
-        remedy = f"install the open kernel modules (nvidia-open): {needed}"
-        return Finding("driver", Level.NOTE, text, remedy)
-    return Finding("driver", Level.OK, text)
-
-
-def _bar1(facts: Facts, trials: Trials) -> Finding | None:
-    sizes = sorted({gpu.bar1_bytes for gpu in facts.gpus if gpu.bar1_bytes})
-    if not sizes:
-        return None
-    text = "BAR1 of " + ", ".join(_size(size) for size in sizes)
-    if sizes[0] < _GIB:
-        return Finding("bar1", Level.NOTE, f"{text}: only so much GPU memory can be pinned", "enable resizable BAR")
-    return Finding("bar1", Level.OK, text)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _GIB:g} GiB" if nbytes >= _GIB else f"{nbytes >> 20} MiB"
-
-
-def _libcufile(facts: Facts, trials: Trials) -> Finding | None:
-    found = facts.libcufile
-    if not found.path:
-        return Finding("libcufile", Level.PROBLEM, f"no libcufile: {found.reason}", found.remedy)
-    version = f"libcufile {found.version}" if found.version else "libcufile"
-    return Finding("libcufile", Level.OK, f"{version}, from the {_SOURCES.get(found.source, found.source)}")
-
-
-_SOURCES = {
-    "environment": "path in TORCHDIRECT_LIBCUFILE",
-    "loaded": "library that this process has loaded",
-    "loader": "system's library path",
-    "toolkit": "CUDA toolkit",
-    "pip": "pip package",
-}
-
-
-def _config(facts: Facts, trials: Trials) -> Finding | None:
-    config = facts.gds.config
-    if config.error:
-        reason = f"{config.path} {config.error}"
-        return Finding("config", Level.PROBLEM, reason, "repair the file, or unset CUFILE_ENV_PATH_JSON")
-    if config.allow_compat_mode is False:
-        remedy = "set allow_compat_mode to true if cuFile shall work without a direct path"
-        return Finding("config", Level.NOTE, _config_text(facts), remedy)
-    return Finding("config", Level.OK, _config_text(facts))
-
-
-def _p2pdma(facts: Facts, trials: Trials) -> Finding | None:
-    objection = p2pdma_objection(facts.gds)
-    if objection is not None:
-        # In the way only without nvidia-fs, and then the finding about nvidia-fs says so.
-        if facts.gds.nvidia_fs is not None:
-            return Finding("p2pdma", Level.NOTE, objection.reason)
-        return None
-    if facts.nvme_multipath:
-        text = "PCI P2PDMA is switched on, but the kernel's NVMe multipathing is too, which keeps it from working"
-        return Finding("p2pdma", Level.PROBLEM, text, "load nvme_core with multipath=N")
-    if facts.gds.driver is not None and facts.registry.get("RMForceStaticBar1") != "1":
-        text = "PCI P2PDMA is switched on, but the driver parameter RMForceStaticBar1=1 (needed on x86) is not set"
-        remedy = 'load nvidia with NVreg_RegistryDwords="RMForceStaticBar1=1;RmForceDisableIomapWC=1;"'
-        return Finding("p2pdma", Level.NOTE, text, remedy)
-    return Finding("p2pdma", Level.OK, "PCI P2PDMA is switched on in kernel, driver and cufile.json")
-
-
-def _iommu(facts: Facts, trials: Trials) -> Finding | None:
-    if not facts.iommu:
-        return Finding("iommu", Level.OK, "no IOMMU translates addresses")
-    if facts.iommu_passthrough:
-        return Finding("iommu", Level.OK, "the IOMMU passes addresses through (iommu=pt)")
-    text = "an IOMMU translates addresses, which slows direct transfers down or stops them"
-    return Finding("iommu", Level.NOTE, text, "boot with iommu=pt, or switch the IOMMU off")
+        text = f"/sys does not show the disk {facts.gds.device} here"
+        return Finding("disk", Level.NOTE, text, "mount sysfs: libcufile looks the disk up there")
+    kind = disk.kind if disk.kind != "nvme" else "NVMe"
+    return Finding("disk", Level.OK, f"{' on '.join(disk.layers)} ({kind}{' ' + disk.detail if disk.detail else ''})")
 
 
 def _udev(facts: Facts, trials: Trials) -> Finding | None:
-    if facts.gds.udev_record:
-        return Finding("udev", Level.OK, f"/run/udev/data/b{facts.gds.device} is readable")
-    return None
+    if not facts.gds.udev_record:
+        return None
+    return Finding("udev", Level.OK, f"/run/udev/data/b{facts.gds.device} is readable")
 
 
 def _numa(facts: Facts, trials: Trials) -> Finding | None:
-    far = [index for index, distance in facts.numa_distance.items() if distance > 10]
     if not facts.numa_distance:
         return None
+    far = [index for index, distance in facts.numa_distance.items() if distance > 10]
     if far:
-        which = ", ".join(map(str, far))
-        distance = max(facts.numa_distance.values())
-        text = f"GPU {which} and the disk are on different NUMA nodes (distance {distance})"
+        text = f"GPU {', '.join(map(str, far))} and the disk are on different NUMA nodes"
+        text += f" (distance {max(facts.numa_distance.values())}, where 10 is the same node)"
         return Finding("numa", Level.NOTE, text, "use a GPU or a disk of the same node for the full rate")
     return Finding("numa", Level.OK, "GPUs and disk are on the same NUMA node")
 
@@ -241,59 +247,82 @@ def _memlock(facts: Facts, trials: Trials) -> Finding | None:
     if facts.memlock is None:
         return Finding("memlock", Level.OK, "no limit on locked memory")
     text = f"{facts.memlock / (1 << 20):g} MiB of memory may be locked"
-    if facts.memlock < _LEAST_MEMLOCK:
-        return Finding("memlock", Level.NOTE, text, "raise it (ulimit -l unlimited; docker run --ulimit memlock=-1)")
+    # What CUDA pins does not count against the limit; what RDMA registers does.
+    if facts.gds.file_system.network and facts.memlock < _LEAST_MEMLOCK:
+        remedy = "raise it (ulimit -l unlimited; docker run --ulimit memlock=-1)"
+        return Finding("memlock", Level.NOTE, f"{text}, too little for the buffers of RDMA", remedy)
     return Finding("memlock", Level.OK, text)
+
+
+def _access(facts: Facts, trials: Trials) -> Finding | None:
+    if facts.writable:
+        return None
+    text = "you may not make files here, so nothing can be saved, and cuFile is tried on files that exist"
+    return Finding("access", Level.NOTE, text, "name a directory that you may write")
 
 
 def _trial(facts: Facts, trials: Trials) -> Finding | None:
     strict, lenient = trials.strict, trials.lenient
     if strict is None:
         return None
-    with_nvfs = strict.nvfs_version != (0, 0)
-    kernel = f", nvidia-fs {strict.nvfs_version[0]}.{strict.nvfs_version[1]}" if with_nvfs else ""
+    kernel = ""
+    if strict.nvfs_version != (0, 0):
+        kernel = f"; it works with nvidia-fs {strict.nvfs_version[0]}.{strict.nvfs_version[1]}"
     if strict.status_flags:
-        kernel += f", serves {'/'.join(flag.name or '' for flag in DriverStatus if flag & strict.status_flags)}"
-    if strict.ok:
-        done = "moved a block" if strict.transfers else "registered a file"
-        if strict.forbade_compatibility or with_nvfs:
-            return Finding("trial", Level.OK, f"cuFile {done} with compatibility mode forbidden{kernel}")
+        kernel += f"; it serves {'/'.join(flag.name or '' for flag in DriverStatus if flag & strict.status_flags)}"
     known = judge(facts.gds)
+    status = conclude(facts.gds, strict)
+    if status.direct:
+        done = "moved blocks" if any(transfer.ok for transfer in strict.transfers) else "registered a file"
+        how = "with compatibility mode forbidden" if strict.forbade_compatibility else "on nvidia-fs"
+        text = f"cuFile {done} {how}{kernel}"
+        untried = next((transfer for transfer in strict.transfers if not transfer.tried), None)
+        if untried is not None:
+            return Finding("trial", Level.NOTE, f"{text}; not on GPU {untried.gpu}: {untried.reason}", untried.remedy)
+        if known is not None:
+            # The facts deny what the trial did: somebody should hear of it.
+            return Finding("trial", Level.NOTE, text, "report this: it contradicts the problems above")
+        return Finding("trial", Level.OK, text)
     if lenient is not None and lenient.ok:
-        done = "moves blocks" if lenient.transfers else "registers files"
-        without = conclude(facts.gds, strict)
+        done = "moves blocks" if any(transfer.ok for transfer in lenient.transfers) else "registers files"
         text = f"cuFile {done} in its compatibility mode only"
         # Where the facts have named the cause, the trial just confirms it.
         if known is not None:
             return Finding("trial", Level.NOTE, text)
-        return Finding("trial", Level.PROBLEM, f"{text}: {without.reason}", without.remedy)
+        return Finding("trial", Level.PROBLEM, f"{text}: {status.reason}", status.remedy)
     failed = lenient or strict
     if known is not None and not known.compatible:
         return Finding("trial", Level.NOTE, f"cuFile confirms it: {failed.reason}")
     return Finding("trial", Level.PROBLEM, failed.reason, failed.remedy)
 
 
-_SPECIAL = {
-    "wsl": _wsl,
-    "gpu": _gpu,
-    "driver": _driver,
-    "bar1": _bar1,
-    "libcufile": _libcufile,
-    "config": _config,
-    "p2pdma": _p2pdma,
-    "iommu": _iommu,
-    "udev": _udev,
-    "numa": _numa,
-    "memlock": _memlock,
-    "trial": _trial,
-}
+_CHECKS: tuple[tuple[str, Callable[[Facts, Trials], Finding | None]], ...] = (
+    ("wsl", _wsl),
+    ("container", _container),
+    ("gpu", _gpu),
+    ("driver", _driver),
+    ("bar1", _bar1),
+    ("libcufile", _libcufile),
+    ("config", _config),
+    ("nvidia-fs", _nvidia_fs),
+    ("p2pdma", _p2pdma),
+    ("iommu", _iommu),
+    ("file-system", _file_system),
+    ("direct-io", _direct_io),
+    ("disk", _disk),
+    ("udev", _udev),
+    ("numa", _numa),
+    ("memlock", _memlock),
+    ("access", _access),
+    ("trial", _trial),
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Verdicts
 # ---------------------------------------------------------------------------------------------------------------------
 
-_TYPES = [transfer_type for transfer_type in TransferType if transfer_type is not TransferType.AUTO]
+_TYPES = sorted(transfer_type for transfer_type in TransferType if transfer_type is not TransferType.AUTO)
 _NEEDS = {TransferType.GPU_ASYNC: "cuFileReadAsync", TransferType.GPU_BATCH: "cuFileBatchIOSetUp"}
 
 
@@ -303,27 +332,26 @@ def verdicts(facts: Facts, trials: Trials) -> tuple[TransferVerdict, ...]:
     return tuple(
         _cufile_verdict(kind, gpu, facts, trials) if kind.uses_cufile else _host_verdict(kind, gpu, facts)
         for gpu in cards
-        for kind in sorted(_TYPES)
+        for kind in _TYPES
     )
 
 
 def _host_verdict(kind: TransferType, gpu: Gpu | None, facts: Facts) -> TransferVerdict:
     index = gpu.index if gpu else None
     needs_gpu = kind in (TransferType.CPU_GPU, TransferType.CPU_ASYNC_GPU)
-    if needs_gpu and (gpu is None or not gpu.usable):
-        reason = "no GPU" if gpu is None else "torch cannot use this GPU"
-        remedy = "use CPU_ONLY or AUTO" if gpu is None else _gpu_remedy(facts)
-        return TransferVerdict(kind, index, Quality.UNAVAILABLE, reason, remedy)
+    if needs_gpu and gpu is None:
+        return TransferVerdict(kind, index, Quality.UNAVAILABLE, "no GPU", "use CPU_ONLY or AUTO")
+    if needs_gpu and gpu is not None and not gpu.usable:
+        return TransferVerdict(kind, index, Quality.UNAVAILABLE, *_unusable(facts))
     direct = facts.gds.direct_io
-    if kind.uses_direct_io and not direct.supported:
+    if not kind.uses_direct_io:
+        return TransferVerdict(kind, index, Quality.AVAILABLE, "goes through the page cache")
+    if not direct.supported:
         reason = f"O_DIRECT does not work: {direct.reason}"
         return TransferVerdict(kind, index, Quality.UNAVAILABLE, reason, "use CPU_CACHED_GPU or AUTO")
-    reason = "O_DIRECT works" if kind.uses_direct_io else "goes through the page cache"
+    system = facts.gds.file_system
+    reason = f"O_DIRECT works, but {system.type} is memory anyway" if system.in_memory else "O_DIRECT works"
     return TransferVerdict(kind, index, Quality.AVAILABLE, reason)
-
-
-def _gpu_remedy(facts: Facts) -> str:
-    return "install a driver that is new enough for this torch" if facts.torch_cuda else "install a CUDA build of torch"
 
 
 def _cufile_verdict(kind: TransferType, gpu: Gpu | None, facts: Facts, trials: Trials) -> TransferVerdict:
@@ -342,48 +370,32 @@ def _cufile_verdict(kind: TransferType, gpu: Gpu | None, facts: Facts, trials: T
 def _cufile_status(gpu: Gpu | None, facts: Facts, trials: Trials) -> GdsStatus:
     by_facts = judge(facts.gds)
     strict, lenient = trials.strict, trials.lenient
-    if gpu is None and by_facts is None:
-        return GdsStatus(False, False, "no GPU", "pass a GPU into the container (docker run --gpus all)")
-    if not facts.libcufile.path and not (by_facts and not by_facts.compatible):
-        return GdsStatus(False, False, f"no libcufile: {facts.libcufile.reason}", facts.libcufile.remedy)
-    if gpu is not None and not gpu.usable and (by_facts is None or by_facts.compatible):
-        return GdsStatus(False, False, "torch cannot use this GPU", _gpu_remedy(facts))
+    if by_facts is None or by_facts.compatible:
+        if gpu is None:
+            return GdsStatus(False, False, "no GPU", "pass a GPU into the container (docker run --gpus all)")
+        if not gpu.usable:
+            return GdsStatus(False, False, *_unusable(facts))
+        if not facts.libcufile.path:
+            return GdsStatus(False, False, f"no libcufile: {facts.libcufile.reason}", facts.libcufile.remedy)
     if strict is None:
-        return by_facts or GdsStatus(False, False, "cuFile was not tried", "name a directory that may be written")
-    compatible, tried = _works(lenient, gpu)
+        return by_facts or GdsStatus(False, False, "cuFile was not tried", "run the doctor with its trials")
     status = by_facts if by_facts is not None else conclude(facts.gds, _for_gpu(strict, gpu))
     if status.direct:
         return status
-    if lenient is None:
-        return GdsStatus(False, False, status.reason, status.remedy)
+    tried = _for_gpu(lenient or strict, gpu)
     # What was tried and failed outweighs what the facts led to expect of compatibility mode.
-    if not compatible and (by_facts is None or by_facts.compatible):
+    if not tried.ok and (by_facts is None or by_facts.compatible):
         return GdsStatus(False, False, tried.reason, tried.remedy)
-    return GdsStatus(False, compatible, status.reason, status.remedy)
+    return dataclasses.replace(status, compatible=tried.ok)
 
 
 def _for_gpu(proof: Proof, gpu: Gpu | None) -> Proof:
-    """Narrow a trial of all GPUs down to one."""
+    """Narrow a trial of all GPUs down to one; what could not be tried there leaves the registration to judge by."""
     transfer = proof.on_gpu(gpu.pci, gpu.index) if gpu is not None else None
     if transfer is None:
         return proof
-    return Proof(
-        transfer.ok,
-        transfer.reason,
-        transfer.remedy,
-        proof.driver_opened,
-        proof.registered,
-        proof.forbade_compatibility,
-        proof.nvfs_version,
-        proof.status_flags,
-        proof.features,
-        proof.symbols,
-        (transfer,),
+    if not transfer.tried:
+        return dataclasses.replace(proof, ok=proof.registered, transfers=())
+    return dataclasses.replace(
+        proof, ok=transfer.ok, reason=transfer.reason, remedy=transfer.remedy, transfers=(transfer,)
     )
-
-
-def _works(proof: Proof | None, gpu: Gpu | None) -> tuple[bool, Proof]:
-    if proof is None:
-        return False, Proof(False, "cuFile was not tried")
-    narrowed = _for_gpu(proof, gpu)
-    return narrowed.ok, narrowed

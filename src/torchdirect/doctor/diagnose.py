@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torchdirect.doctor import checks
 from torchdirect.doctor.facts import Facts, Gpu, gather_facts
 from torchdirect.doctor.privacy import scrubber
-from torchdirect.doctor.report import Finding, Report, TransferVerdict
+from torchdirect.doctor.report import Report
 from torchdirect.gds_facts import Tree
-from torchdirect.gds_proof import Proof, prove
+from torchdirect.gds_proof import Proof, prove, trial_file
 
 __all__ = ["diagnose"]
 
 _TRIAL_BYTES = 64 << 10
-_TRIAL_PREFIX = ".torchdirect-doctor-"
 
 
 def diagnose(
@@ -47,31 +48,44 @@ def diagnose(
 
     Raises
     ------
-    FileNotFoundError
-        If neither the path nor the directory that it names a file in exists.
+    OSError
+        If the path is neither a file nor a directory, cannot be looked up, or does not exist and neither does the
+        directory that it names a file in.
     """
-    named = os.fspath(path)
-    place = os.path.abspath(named)
-    if not os.path.exists(place):
-        parent = os.path.dirname(place)
-        if not os.path.isdir(parent):
-            raise FileNotFoundError(f"{named}: neither it nor its directory exists; name an existing file or directory")
-        place = parent
+    named = os.fsdecode(path)
+    place = _existing(named)
     facts = gather_facts(place, tree, gpus)
-    trials = _try(place, facts, trial) if live and _worth_trying(facts) else checks.Trials()
+    trials = _try(place, trial) if live and _worth_trying(facts) else checks.Trials()
     clean = scrubber(named)
     return Report(
-        path=named,
+        path=clean(named),
         version=_version(),
         facts=clean(_facts_json(facts)),
         findings=tuple(
-            Finding(f.check, f.level, clean(f.text), clean(f.remedy)) for f in checks.findings(facts, trials)
+            dataclasses.replace(f, text=clean(f.text), remedy=clean(f.remedy)) for f in checks.findings(facts, trials)
         ),
         transfers=tuple(
-            TransferVerdict(v.transfer_type, v.gpu, v.quality, clean(v.reason), clean(v.remedy))
+            dataclasses.replace(v, reason=clean(v.reason), remedy=clean(v.remedy))
             for v in checks.verdicts(facts, trials)
         ),
     )
+
+
+def _existing(named: str) -> str:
+    if not named or "\0" in named:
+        raise OSError(errno.EINVAL, "this is no path")
+    place = os.path.realpath(named)
+    try:
+        mode = os.stat(place).st_mode
+    except FileNotFoundError:
+        place = os.path.dirname(place)
+        if not os.path.isdir(place):
+            what = "neither it nor its directory exists; name an existing file or directory"
+            raise FileNotFoundError(errno.ENOENT, what) from None
+        mode = os.stat(place).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "it is neither a regular file nor a directory")
+    return place
 
 
 def _version() -> str:
@@ -82,35 +96,23 @@ def _version() -> str:
 
 def _worth_trying(facts: Facts) -> bool:
     # Without a GPU or a library there is nothing to try, and WSL ends the process.
-    return bool(facts.gpus and facts.libcufile.path) and not facts.gds.wsl
+    return any(gpu.usable for gpu in facts.gpus) and bool(facts.libcufile.path) and not facts.gds.wsl
 
 
-def _try(place: str, facts: Facts, trial: Callable[..., Proof]) -> checks.Trials:
-    with _trial_file(place, facts) as (target, writable):
+def _try(place: str, trial: Callable[..., Proof]) -> checks.Trials:
+    with ExitStack() as stack:
+        target, writable = place, False
+        directory = place if os.path.isdir(place) else os.path.dirname(place)
+        # A single file can be a mount of its own; the directory that it appears in is then another file system.
+        if os.stat(directory).st_dev == os.stat(place).st_dev:
+            try:
+                target, writable = stack.enter_context(trial_file(directory, _TRIAL_BYTES)), True
+            except OSError:
+                # No room, or no permission: a file that is there already can still be read.
+                pass
         strict = trial(target, forbid_compatibility=True, writable=writable)
-        # A driver that does not open answers the same the second time.
-        lenient = trial(target, forbid_compatibility=False, writable=writable) if not strict.ok else strict
+        lenient = strict if strict.ok else trial(target, forbid_compatibility=False, writable=writable)
     return checks.Trials(strict, lenient)
-
-
-@contextmanager
-def _trial_file(place: str, facts: Facts) -> Iterator[tuple[str, bool]]:
-    """Make a temporary file beside the path; where that cannot be, hand out the path itself, for reading."""
-    directory = place if os.path.isdir(place) else os.path.dirname(place)
-    try:
-        fd, name = tempfile.mkstemp(prefix=_TRIAL_PREFIX, dir=directory)
-    except OSError:
-        yield place, False
-        return
-    try:
-        try:
-            os.write(fd, bytes(_TRIAL_BYTES))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        yield name, True
-    finally:
-        os.unlink(name)
 
 
 def _facts_json(facts: Facts) -> dict[str, Any]:
@@ -119,6 +121,7 @@ def _facts_json(facts: Facts) -> dict[str, Any]:
     driver, config, disk, direct = gds.driver, gds.config, gds.disk, gds.direct_io
     return {
         "kernel": facts.kernel,
+        "machine": facts.machine,
         "wsl": gds.wsl,
         "container": facts.container,
         "gpus": [
@@ -136,6 +139,7 @@ def _facts_json(facts: Facts) -> dict[str, Any]:
         "driver": None if driver is None else {"version": driver.version, "open_modules": driver.open_modules},
         "driver_registry": facts.registry,
         "torch_cuda": facts.torch_cuda,
+        "cuda_fault": facts.cuda_fault.reason if facts.cuda_fault is not None else "",
         "libcufile": {
             "file": os.path.basename(facts.libcufile.path),
             "source": facts.libcufile.source,
@@ -159,14 +163,11 @@ def _facts_json(facts: Facts) -> dict[str, Any]:
         },
         "kernel_p2pdma": gds.kernel_p2pdma,
         "nvme_multipath": facts.nvme_multipath,
-        "iommu": {
-            "active": facts.iommu,
-            "passthrough": facts.iommu_passthrough,
-            "kernel_options": list(facts.iommu_options),
-        },
+        "iommu": {"state": facts.iommu, "kernel_options": list(facts.iommu_options)},
         "file_system": {
             "type": gds.file_system.type,
             "options": list(checks.shown_options(gds.file_system.options)),
+            "journal": gds.journal,
             "network": gds.file_system.network,
             "in_memory": gds.file_system.in_memory,
         },

@@ -6,12 +6,14 @@ import os
 import re
 import resource
 import shutil
-import subprocess
+import warnings
 from dataclasses import dataclass
 
+import torch
+
 from torchdirect import system
-from torchdirect.cufile import library
-from torchdirect.cufile.errors import CuFileError, CuFileNotFoundError, CuFileUnavailableError
+from torchdirect.cufile import child, library
+from torchdirect.cufile.errors import CuFileError, CuFileNotFoundError, CuFileUnavailableError, cuda_error_name
 from torchdirect.gds_facts import GdsFacts, Tree, device_number, gather, gpu_addresses
 from torchdirect.system import DirectIO
 
@@ -28,6 +30,14 @@ class Gpu:
     bar1_bytes: int | None
     numa_node: int
     usable: bool
+
+
+@dataclass(frozen=True)
+class CudaFault:
+    """Why CUDA does not start, and what helps."""
+
+    reason: str
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -51,8 +61,12 @@ class Facts:
         What the decision about GPUDirect Storage depends on.
     kernel : str
         Release of the kernel.
+    machine : str
+        Architecture, such as ``x86_64``.
     gpus : tuple of Gpu
         All GPUs.
+    cuda_fault : CudaFault or None
+        Why CUDA does not start; None if it does, or was not asked.
     torch_cuda : str
         The CUDA version that torch was built for; empty for a CPU build.
     libcufile : LibCuFile
@@ -63,10 +77,8 @@ class Facts:
         The lines of nvidia-fs' statistics about active use and errors.
     nvme_multipath : bool or None
         Whether the kernel's NVMe multipathing is on; None without the nvme module.
-    iommu : bool
-        Whether an IOMMU translates addresses.
-    iommu_passthrough : bool
-        Whether the kernel was told to pass addresses through.
+    iommu : str
+        ``none``, ``passthrough`` or ``translating``.
     iommu_options : tuple of str
         The options of the kernel command line about it.
     numa_distance : dict
@@ -76,19 +88,20 @@ class Facts:
     container : str
         Kind of container, or empty.
     writable : bool
-        Whether a file can be made beside the path.
+        Whether files may be made beside the path.
     """
 
     gds: GdsFacts
     kernel: str
+    machine: str
     gpus: tuple[Gpu, ...]
+    cuda_fault: CudaFault | None
     torch_cuda: str
     libcufile: LibCuFile
     registry: dict[str, str]
     nvidia_fs_stats: tuple[str, ...]
     nvme_multipath: bool | None
-    iommu: bool
-    iommu_passthrough: bool
+    iommu: str
     iommu_options: tuple[str, ...]
     numa_distance: dict[int, int]
     memlock: int | None
@@ -116,24 +129,27 @@ def gather_facts(path: str, tree: Tree | None = None, gpu_list: tuple[Gpu, ...] 
     except OSError as error:
         direct_io = DirectIO(False, 1, 1, os.strerror(error.errno or 0))
     gds = gather(device_number(status, file_system), file_system, direct_io, tree)
-    cards = gpus(tree) if gpu_list is None else gpu_list
+    fault = cuda_fault() if gpu_list is None and tree.root == "/" else None
+    cards = gpus(tree, ask_torch=fault is None) if gpu_list is None else gpu_list
     options = iommu_options(tree)
+    directory = path if os.path.isdir(path) else os.path.dirname(path)
     return Facts(
         gds=gds,
         kernel=(tree.read("proc/sys/kernel/osrelease") or os.uname().release).strip(),
+        machine=os.uname().machine,
         gpus=cards,
-        torch_cuda=_torch_cuda(),
+        cuda_fault=fault,
+        torch_cuda=torch.version.cuda or "",
         libcufile=libcufile(ask=not gds.wsl),
         registry=driver_registry(tree),
         nvidia_fs_stats=nvidia_fs_stats(tree),
         nvme_multipath=nvme_multipath(tree),
-        iommu=bool(tree.list("sys/class/iommu") or tree.list("sys/kernel/iommu_groups")),
-        iommu_passthrough=bool({"iommu=pt", "iommu.passthrough=1"} & set(options)),
+        iommu=iommu(tree, (gds.disk.pci, *(card.pci for card in cards)), options),
         iommu_options=options,
         numa_distance=numa_distances(tree, cards, gds.disk.numa_node),
         memlock=memlock(),
         container=container(tree),
-        writable=os.access(path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)), os.W_OK | os.X_OK),
+        writable=os.access(directory, os.W_OK | os.X_OK),
     )
 
 
@@ -142,31 +158,61 @@ def gather_facts(path: str, tree: Tree | None = None, gpu_list: tuple[Gpu, ...] 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def gpus(tree: Tree) -> tuple[Gpu, ...]:
-    """List GPUs as torch numbers them, or as /proc shows them where torch cannot use them."""
-    listed = gpus_of_torch() if tree.root == "/" else ()
-    cards = listed or _gpus_of_proc(tree)
-    if not cards:
-        return ()
-    sizes = {} if tree.root != "/" else _bar1_of_nvidia_smi()
-    return tuple(
-        Gpu(
-            card[0], card[1], card[2], sizes.get(card[2]) or bar1_of_sysfs(tree, card[2]), _node(tree, card[2]), card[3]
-        )
-        for card in cards
-    )
+_CUDA_REMEDIES = {
+    100: "check CUDA_VISIBLE_DEVICES, and that the container got the GPU",
+    802: "start nvidia-fabricmanager, which machines with NVSwitch need",
+    803: "reboot: the NVIDIA driver in the kernel and its libraries are of different versions",
+    804: "install a newer NVIDIA driver, or a torch that is built for an older CUDA",
+}
+
+
+def cuda_fault(timeout: float = 20.0) -> CudaFault | None:
+    """Tell why CUDA does not start, by trying it in a child process; None if it does, or if torch has no CUDA.
+
+    A GPU that has fallen off the bus can hang whoever starts CUDA.
+    """
+    if not torch.version.cuda:
+        return None
+    try:
+        ended = child.python("import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))", [], timeout)
+    except OSError:
+        return None
+    if ended.returncode is None:
+        return CudaFault(f"CUDA does not start within {timeout:g} seconds", "see dmesg for Xid errors, and reboot")
+    if b"OSError" in ended.stderr:
+        # No libcuda at all: then there is no driver either, and the finding about that says so.
+        return None
+    code = int(ended.stdout) if ended.stdout.strip().isdigit() else -1
+    if code < 0:
+        return CudaFault("CUDA ends the process that starts it", "check that nvidia-smi answers, and see dmesg")
+    if code:
+        reason = f"CUDA does not start: {cuda_error_name(code)} ({code})"
+        return CudaFault(reason, _CUDA_REMEDIES.get(code, "check that nvidia-smi answers, and see dmesg"))
+    return None
 
 
 _Card = tuple[int, str, str, bool]
 
 
+def gpus(tree: Tree, *, ask_torch: bool = True) -> tuple[Gpu, ...]:
+    """List GPUs as torch numbers them, or as /proc shows them where torch cannot use them."""
+    live = tree.root == "/"
+    cards = (gpus_of_torch() if live and ask_torch else ()) or _gpus_of_proc(tree)
+    sizes = _bar1_of_nvidia_smi() if live and cards else {}
+    return tuple(
+        Gpu(index, name, pci, sizes.get(pci) or bar1_of_sysfs(tree, pci), _node(tree, pci), usable)
+        for index, name, pci, usable in cards
+    )
+
+
 def gpus_of_torch() -> tuple[_Card, ...]:
     """Return index, name, PCI address and True for every GPU that torch can use."""
-    import torch
-
     try:
-        if not torch.cuda.is_available():
-            return ()
+        with warnings.catch_warnings():
+            # torch warns where the driver does not suit it; the report says that in its own words.
+            warnings.simplefilter("ignore")
+            if not torch.cuda.is_available():
+                return ()
         cards = []
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
@@ -200,9 +246,12 @@ def bar1_of_sysfs(tree: Tree, pci: str) -> int | None:
     # One "start end flags" line per region. A 64-bit BAR takes two lines, and BAR0 (registers) has 32 bits on older and
     # 64 bits on newer GPUs: BAR1 is the first prefetchable memory region (flags bit 0x2000).
     for line in lines[1:6]:
-        fields = line.split()
-        if len(fields) == 3 and int(fields[1], 16) > 0 and int(fields[2], 16) & 0x2000:
-            return int(fields[1], 16) - int(fields[0], 16) + 1
+        fields = re.fullmatch(r"0x([0-9a-f]+) 0x([0-9a-f]+) 0x([0-9a-f]+)", line.strip())
+        if fields is None:
+            continue
+        start, end, flags = (int(field, 16) for field in fields.groups())
+        if end and flags & 0x2000:
+            return end - start + 1
     return None
 
 
@@ -211,17 +260,9 @@ def _bar1_of_nvidia_smi() -> dict[str, int]:
     if command is None:
         return {}
     try:
-        answer = subprocess.run(
-            [command, "-q", "-d", "MEMORY"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return parse_bar1(child.run([command, "-q", "-d", "MEMORY"], timeout=20.0).stdout.decode(errors="replace"))
+    except OSError:
         return {}
-    return parse_bar1(answer.stdout)
 
 
 def parse_bar1(text: str) -> dict[str, int]:
@@ -233,12 +274,6 @@ def parse_bar1(text: str) -> dict[str, int]:
             domain, _, rest = address.lower().partition(":")
             sizes[f"{int(domain, 16):04x}:{rest}"] = int(total[1]) << 20
     return sizes
-
-
-def _torch_cuda() -> str:
-    import torch
-
-    return str(torch.version.cuda or "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,9 +323,10 @@ def driver_registry(tree: Tree) -> dict[str, str]:
 
 
 def nvidia_fs_stats(tree: Tree) -> tuple[str, ...]:
-    """Return the lines of nvidia-fs' statistics about reads, writes and errors."""
-    lines = (line.strip() for line in (tree.read("proc/driver/nvidia-fs/stats") or "").splitlines())
-    return tuple(line for line in lines if re.match(r"(Reads|Writes|Error|Ops|Active)\b", line))[:8]
+    """Return the lines of nvidia-fs' statistics about reads, writes and errors, with single spaces."""
+    lines = (" ".join(line.split()) for line in (tree.read("proc/driver/nvidia-fs/stats") or "").splitlines())
+    # Not the lines of single GPUs, which carry their UUIDs.
+    return tuple(line for line in lines if re.match(r"(IO stats|Reads|Writes|Error|Ops|Active)\b", line))[:10]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -310,6 +346,18 @@ def iommu_options(tree: Tree) -> tuple[str, ...]:
     return tuple(word for word in words if re.match(r"(intel_iommu|amd_iommu|iommu|iommu\.\w+)=", word))
 
 
+def iommu(tree: Tree, devices: tuple[str, ...], options: tuple[str, ...]) -> str:
+    """Return what the IOMMU does to the DMA of some PCI devices: ``none``, ``passthrough`` or ``translating``."""
+    if not tree.list("sys/class/iommu") and not tree.list("sys/kernel/iommu_groups"):
+        return "none"
+    # "identity" passes addresses through, "DMA" and "DMA-FQ" translate (ABI/testing/sysfs-kernel-iommu_groups).
+    groups = [tree.read(f"sys/bus/pci/devices/{pci}/iommu_group/type") for pci in devices if pci]
+    kinds = {group.strip() for group in groups if group}
+    if kinds:
+        return "passthrough" if kinds == {"identity"} else "translating"
+    return "passthrough" if {"iommu=pt", "iommu.passthrough=1"} & set(options) else "translating"
+
+
 def numa_distances(tree: Tree, cards: tuple[Gpu, ...], disk_node: int) -> dict[int, int]:
     """Return the distance between each GPU's NUMA node and the disk's, where both are told."""
     distances = {}
@@ -319,7 +367,7 @@ def numa_distances(tree: Tree, cards: tuple[Gpu, ...], disk_node: int) -> dict[i
             continue
         row = (tree.read(f"sys/devices/system/node/node{card.numa_node}/distance") or "").split()
         # One number per online node, in the order of their numbers.
-        if len(row) == len(nodes):
+        if len(row) == len(nodes) and row[nodes.index(disk_node)].isdigit():
             distances[card.index] = int(row[nodes.index(disk_node)])
     return distances
 

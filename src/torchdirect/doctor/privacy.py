@@ -1,4 +1,4 @@
-"""Keep what identifies a machine or a person out of a report that is made to be posted."""
+"""Keep what identifies a machine or a person, and what a terminal would obey, out of a report made to be posted."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ def scrubber(path: str) -> Callable[[Any], Any]:
     Parameters
     ----------
     path : str
-        What the user named: the file's real path, and its folder's, are written as the user wrote them.
+        What the user named: the file's real path, and its folder's, are written as the user wrote them. The home
+        directory becomes ``~``, and the names of the user and the host, and UUIDs, become marks.
     """
     real = os.path.realpath(path)
-    replacements = [(real, path), (os.path.dirname(real), os.path.dirname(path) or ".")]
-    home = os.path.realpath(os.path.expanduser("~"))
-    replacements.append((home, "~"))
-    replacements.append((os.getcwd(), "."))
-    paths = [(old, new) for old, new in replacements if old.count("/") >= 1 and len(old) > 1 and old != new]
+    replacements = [
+        (real, path),
+        (os.path.dirname(real), os.path.dirname(path) or "."),
+        (os.path.expanduser("~"), "~"),
+        (os.path.realpath(os.path.expanduser("~")), "~"),
+    ]
+    paths = [(old, new) for old, new in replacements if old.startswith("/") and len(old) > 1 and old != new]
     words = [(name, mark) for name, mark in _names() if len(name) > 2 and name.lower() not in _COMMON]
 
     def clean_text(text: str) -> str:
@@ -37,7 +40,7 @@ def scrubber(path: str) -> Callable[[Any], Any]:
             text = re.sub(rf"(?<![\w/.-]){re.escape(old)}(?![\w-])", new.replace("\\", r"\\"), text)
         for name, mark in words:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", mark, text)
-        return _UUID.sub("<uuid>", text)
+        return _printable(_UUID.sub("<uuid>", text))
 
     def clean(value: Any) -> Any:
         if isinstance(value, str):
@@ -49,6 +52,12 @@ def scrubber(path: str) -> Callable[[Any], Any]:
         return value
 
     return clean
+
+
+def _printable(text: str) -> str:
+    # Bytes of a path that are no UTF-8 come as lone surrogates, which neither a terminal nor JSON takes.
+    text = text.encode(errors="backslashreplace").decode()
+    return re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def _names() -> list[tuple[str, str]]:

@@ -59,7 +59,7 @@ class Report:
     Attributes
     ----------
     path : str
-        As the caller named it.
+        As the caller named it, but for the names of the user and the home directory.
     version : str
         Version of torchdirect.
     facts : dict
