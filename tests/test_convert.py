@@ -142,3 +142,18 @@ def test_convert_command(saved: dict[str, torch.Tensor], tmp_path: Path, capsys:
     assert run("convert", tmp_path / "a.pt", tmp_path / "c.safetensors", "--dtype", "int8") == 2
     assert run("convert", tmp_path / "none.pt", tmp_path / "c.safetensors") == 1
     assert not (tmp_path / "c.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "verify"])
+def test_ctrl_c(
+    command: str, saved: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchdirect.conversion.convert", interrupt)
+    monkeypatch.setattr("torchdirect.verification.verify", interrupt)
+    more = [tmp_path / "z.safetensors"] if command == "convert" else []
+    assert run(command, tmp_path / "a.pt", *more) == 130
+    assert capsys.readouterr().err == "torchdirect: interrupted\n"

@@ -153,6 +153,8 @@ class Proof:
         Version of nvidia-fs that libcufile works with; (0, 0) where it takes no part.
     status_flags, features : int
         `torchdirect.cufile.structs.DriverStatus` and `Feature` bits.
+    tried : bool
+        Whether cuFile was asked at all; not where no file could be opened or no process started for it.
     symbols : tuple of str
         Which of the newer functions this libcufile has.
     transfers : tuple of GpuTransfer
@@ -169,6 +171,7 @@ class Proof:
     nvfs_version: tuple[int, int] = (0, 0)
     status_flags: int = 0
     features: int = 0
+    tried: bool = True
     symbols: tuple[str, ...] = ()
     transfers: tuple[GpuTransfer, ...] = ()
 
@@ -229,7 +232,9 @@ def prove(
         return Proof(False, error.reason, error.remedy)
     except OSError as error:
         reason = f"no file could be opened with O_DIRECT to try cuFile on: {os.strerror(error.errno or 0)}"
-        return Proof(False, reason, "name a directory that you may write, on a file system with direct I/O")
+        return Proof(
+            False, reason, "name a directory that you may write, on a file system with direct I/O", tried=False
+        )
 
 
 @contextmanager
@@ -285,7 +290,9 @@ def _run(arguments: list[str], fd: int, strict: bool, timeout: float) -> Proof:
     try:
         ended = child.python(_CHILD, arguments, timeout, environment=environment, pass_fds=(fd,))
     except OSError as error:
-        return Proof(False, f"a trial of cuFile could not start: {error}", "run it with an ordinary Python")
+        return Proof(
+            False, f"a trial of cuFile could not start: {error}", "set TMPDIR to a writable folder", tried=False
+        )
     return judge(_steps(ended.stdout), ended.returncode, ended.logged)
 
 

@@ -101,6 +101,16 @@ def test_gpu_that_is_busy(examine: Any) -> None:
     assert "registered" in reason and "not on GPU 1: CUDA_ERROR" in note(report, "trial")[0]
 
 
+def test_trial_that_could_not_be(examine: Any, machine: Any) -> None:
+    untried = Proof(False, "no file could be opened", "name another", tried=False)
+    report = examine(trial=lambda *a, **k: untried)
+    assert qualities(report)["GDS"] == "unavailable"
+    assert note(report, "trial") == ("cuFile was not tried: no file could be opened", "name another")
+    # Then the facts are all there is to go by.
+    machine.file_system = replace(machine.file_system, options=("data=journal",))
+    assert qualities(examine(trial=lambda *a, **k: untried))["GDS"] == "compatibility"
+
+
 def test_trial_that_contradicts_the_facts(examine: Any, machine: Any) -> None:
     machine.file_system = replace(machine.file_system, options=("data=journal",))
     report = examine(trial=lambda *a, **k: DIRECT)

@@ -24,9 +24,13 @@ _SORTS = {
 }
 
 
+_INTERRUPTED = 130
+
+
 def _fail(error: BaseException) -> typer.Exit:
-    print(f"torchdirect: {error}", file=sys.stderr)
-    return typer.Exit(1)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    print(f"torchdirect: {'interrupted' if interrupted else error}", file=sys.stderr)
+    return typer.Exit(_INTERRUPTED if interrupted else 1)
 
 
 def _alignment(offset: int) -> int:
@@ -69,7 +73,7 @@ def inspect(
         raise typer.BadParameter(f"use one of {', '.join(_SORTS)}", param_hint="--sort")
     try:
         file = TensorFile(path)
-    except (OSError, RuntimeError, EOFError, ImportError) as error:
+    except (OSError, RuntimeError, EOFError, ImportError, KeyboardInterrupt) as error:
         raise _fail(error) from None
     file.close()
     chosen = sorted((i for i in file.tensors.values() if fnmatch.fnmatch(i.name, pattern)), key=_SORTS[sort])
@@ -129,7 +133,7 @@ def convert(
         done = run(
             source, destination, dtype=wanted, align=align, max_shard_bytes=max_shard, progress=sys.stderr.isatty()
         )
-    except (OSError, RuntimeError, ValueError, EOFError, ImportError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, ImportError, KeyboardInterrupt) as error:
         raise _fail(error) from None
     if as_json:
         result = {
@@ -154,8 +158,8 @@ def verify(
 
     try:
         found = run(path, progress=sys.stderr.isatty() and not as_json)
-    except (OSError, RuntimeError, EOFError, ImportError) as error:
-        if as_json:
+    except (OSError, RuntimeError, EOFError, ImportError, KeyboardInterrupt) as error:
+        if as_json and not isinstance(error, KeyboardInterrupt):
             print(json.dumps({"whole": False, "error": str(error)}, indent=2))
         raise _fail(error) from None
     if as_json:

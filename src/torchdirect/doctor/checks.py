@@ -257,7 +257,7 @@ def _memlock(facts: Facts, trials: Trials) -> Finding | None:
 def _access(facts: Facts, trials: Trials) -> Finding | None:
     if facts.writable:
         return None
-    text = "you may not make files here, so nothing can be saved, and cuFile is tried on files that exist"
+    text = "no file may be made here, so nothing can be saved"
     return Finding("access", Level.NOTE, text, "name a directory that you may write")
 
 
@@ -265,6 +265,8 @@ def _trial(facts: Facts, trials: Trials) -> Finding | None:
     strict, lenient = trials.strict, trials.lenient
     if strict is None:
         return None
+    if not strict.tried:
+        return Finding("trial", Level.NOTE, f"cuFile was not tried: {strict.reason}", strict.remedy)
     kernel = ""
     if strict.nvfs_version != (0, 0):
         kernel = f"; it works with nvidia-fs {strict.nvfs_version[0]}.{strict.nvfs_version[1]}"
@@ -377,8 +379,9 @@ def _cufile_status(gpu: Gpu | None, facts: Facts, trials: Trials) -> GdsStatus:
             return GdsStatus(False, False, *_unusable(facts))
         if not facts.libcufile.path:
             return GdsStatus(False, False, f"no libcufile: {facts.libcufile.reason}", facts.libcufile.remedy)
-    if strict is None:
-        return by_facts or GdsStatus(False, False, "cuFile was not tried", "run the doctor with its trials")
+    if strict is None or not strict.tried:
+        why = f"cuFile was not tried: {strict.reason}" if strict is not None else "cuFile was not tried"
+        return by_facts or GdsStatus(False, False, why, strict.remedy if strict is not None else "try it (live=True)")
     status = by_facts if by_facts is not None else conclude(facts.gds, _for_gpu(strict, gpu))
     if status.direct:
         return status
