@@ -21,10 +21,10 @@ from torch.serialization import DEFAULT_PROTOCOL
 from torchdirect import defaults, digests, memory, names, originals, publish, road, safetensors, selection
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline
-from torchdirect.engines.base import EngineOptions, TransferState
 from torchdirect.errors import CorruptCheckpointError, save_error
 from torchdirect.formats import torch_zip
 from torchdirect.formats.pickle_index import StorageReference, UnsupportedPickleError
+from torchdirect.formats.safetensors import looks_like as looks_like_safetensors
 from torchdirect.plan import Extent
 from torchdirect.transfer import TransferReport, TransferType
 from torchdirect.units import MIB
@@ -136,12 +136,8 @@ def save(
         _save_with_torch(obj, path, save_arguments, settings)
         _report_torch("save", path, settings, f"there are tensors on {', '.join(sorted(foreign))}", start)
         return
-    state = TransferState()
     with _gc_paused():
-        choice, options, nbytes = _write_checkpoint(pickled, path, not _disable_byteorder_record, settings, state)
-    payload = sum(s.nbytes() for s in pickled.storages)
-    seconds = time.perf_counter() - start
-    road.publish_report(road.make_report("save", path, settings, choice, options, state, nbytes, payload, seconds))
+        _write_checkpoint(pickled, path, not _disable_byteorder_record, settings, start)
 
 
 def _is_path(f: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -198,8 +194,8 @@ def storage_alignment() -> int:
 
 
 def _write_checkpoint(
-    pickled: torch_zip.PickledObject, path: str, byteorder: bool, settings: Settings, state: TransferState
-) -> tuple[selection.Choice, EngineOptions, int]:
+    pickled: torch_zip.PickledObject, path: str, byteorder: bool, settings: Settings, start: float
+) -> None:
     layout = torch_zip.layout_file(
         torch_zip.archive_name(path),
         pickled.data,
@@ -209,8 +205,7 @@ def _write_checkpoint(
         crc=settings.checksum,
     )
     tensors = [memory.bytes_tensor(s) for s in pickled.storages]
-    choice, options = road.write_file(path, layout, tensors, settings.checksum, settings, state)
-    return choice, options, layout.file_size
+    road.write_file(path, layout, tensors, settings.checksum, settings, start)
 
 
 def _report_torch(operation: str, f: FileLike, settings: Settings, reason: str, start: float) -> None:
@@ -308,9 +303,10 @@ def load(
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
         status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and safetensors.is_file(path, inline.read(fd, 16, 0)):
+        head = inline.read(fd, 512, 0) if stat.S_ISREG(status.st_mode) else b""
+        if looks_like_safetensors(head):
             return safetensors.load_mapped(path, map_location, settings)
-        if reason := _check_file(fd, status, path):
+        if reason := _check_file(head, status, path):
             return with_torch(reason)
         small = status.st_size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO
         if small and not (settings.pin_memory or settings.verify):
@@ -330,13 +326,7 @@ def load(
         if loader.foreign:
             return with_torch(f"there are tensors for {loader.foreign}")
         result = loader.load(pickle_module, arguments)
-    reading, payload = loader.reading, sum(s.nbytes for s in index.storages)
-    seconds = time.perf_counter() - start
-    road.publish_report(
-        road.make_report(
-            "load", path, settings, reading.choice, reading.options, reading.state, status.st_size, payload, seconds
-        )
-    )
+    loader.reading.report(status.st_size, sum(s.nbytes for s in index.storages), start)
     return result
 
 
@@ -391,7 +381,7 @@ def _load_elsewhere(path: str, map_location: Any, mmap: bool | None) -> str:
     return ""
 
 
-def _check_file(fd: int, status: os.stat_result, path: str) -> str:
+def _check_file(head: bytes, status: os.stat_result, path: str) -> str:
     """Check that the file can be a checkpoint; return why ``torch.load`` reads it, or an empty string."""
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(
@@ -403,7 +393,6 @@ def _check_file(fd: int, status: os.stat_result, path: str) -> str:
         return "it is not a regular file"
     if status.st_size == 0:
         raise EOFError(f"{path}: the file is empty (0 bytes): it was created and never written. Take an intact copy")
-    head = inline.read(fd, 512, 0)
     if head.startswith(_EMPTY_ZIP_MAGIC):
         raise CorruptCheckpointError(
             f"{path}: this zip file is empty and not a PyTorch checkpoint. "

@@ -14,6 +14,7 @@ import torch
 
 from torchdirect import checksum, defaults, memory, publish, sharded
 from torchdirect import progress as progress_module
+from torchdirect.checkpoint import STORAGE_ALIGNMENT
 from torchdirect.defaults import Settings
 from torchdirect.engines.base import OpenFile, TransferState
 from torchdirect.engines.file_io import write_all
@@ -21,7 +22,8 @@ from torchdirect.errors import save_error
 from torchdirect.formats import safetensors, torch_zip
 from torchdirect.formats.layout import FileLayout
 from torchdirect.plan import Extent
-from torchdirect.tensor_file import TensorFile, TensorInfo, shaped
+from torchdirect.road import Reading
+from torchdirect.tensor_file import TensorFile, TensorInfo, shaped, span
 from torchdirect.units import MIB
 
 _PIECE_BYTES = 64 * MIB
@@ -94,13 +96,12 @@ def convert(
     target = os.fspath(destination)
     limit = None if max_shard_bytes is None else sharded.parse_size(max_shard_bytes)
     with contextlib.ExitStack() as stack:
-        sources = _open_sources(os.fspath(source), stack)
+        sources = _open_sources(os.fspath(source), stack, settings)
         job = _Job(sources, dtype, align, settings)
-        job.state.total = 2 * sum(job.size_of(name) for name in job.kept)
-        tick = stack.enter_context(_shown(settings, target, job.state))
-        job.tick = tick
+        sizes = {name: job.size_of(name) for name in job.kept}
+        job.state.total = 2 * sum(sizes.values())
+        job.tick = stack.enter_context(progress_module.shown(settings.progress, f"writing {target}", job.state))
         if limit is not None:
-            sizes = {name: job.size_of(name) for name in job.kept}
             files = sharded.write_shards(target, sizes, limit, job.write_safetensors, durable=settings.durable)
         elif target.endswith(".safetensors"):
             job.write_safetensors(job.kept, target)
@@ -108,18 +109,15 @@ def convert(
         else:
             job.write_torch(target)
             files = [target]
-    nbytes = sum(job.size_of(name) for name in job.kept)
-    return Converted(tuple(files), len(job.kept), nbytes, job.left_out, time.perf_counter() - start)
+    return Converted(tuple(files), len(sizes), sum(sizes.values()), job.left_out, time.perf_counter() - start)
 
 
-def _shown(
-    settings: Settings, target: str, state: TransferState
-) -> contextlib.AbstractContextManager[Callable[[], None] | None]:
-    return progress_module.shown(settings.progress, f"writing {target}", state)
+Source = tuple[Reading, TensorInfo]
+"""A tensor, and the file that it is read from."""
 
 
-def _open_sources(path: str, stack: contextlib.ExitStack) -> dict[str, tuple[TensorFile, TensorInfo]]:
-    sources: dict[str, tuple[TensorFile, TensorInfo]] = {}
+def _open_sources(path: str, stack: contextlib.ExitStack, settings: Settings) -> dict[str, Source]:
+    sources: dict[str, Source] = {}
     index = sharded.find_index(path)
     for shard in sharded.read_shards(index):
         file = TensorFile(shard)
@@ -129,7 +127,10 @@ def _open_sources(path: str, stack: contextlib.ExitStack) -> dict[str, tuple[Ten
                 f"{shard}: {file.opaque[0]!r} ({len(file.opaque)} such) is quantized, sparse or a subclass, which only "
                 "PyTorch's own pickles hold; leave it out of the checkpoint first"
             )
-        sources.update({name: (file, info) for name, info in file.tensors.items()})
+        # With a state of its own it shows no progress: that is the conversion's.
+        cpu = [torch.device("cpu")]
+        reading = stack.enter_context(Reading(shard, file.fd, file.size, cpu, settings, TransferState()))
+        sources.update({name: (reading, info) for name, info in file.tensors.items()})
     if not sources:
         raise ValueError(f"{path} holds no tensors")
     return sources
@@ -138,7 +139,7 @@ def _open_sources(path: str, stack: contextlib.ExitStack) -> dict[str, tuple[Ten
 class _Job:
     def __init__(
         self,
-        sources: dict[str, tuple[TensorFile, TensorInfo]],
+        sources: dict[str, Source],
         dtype: torch.dtype | None,
         align: bool,
         settings: Settings,
@@ -152,8 +153,8 @@ class _Job:
         self.kept: list[str] = []
         self.left_out: dict[str, str] = {}
         first: dict[object, str] = {}
-        for name, (file, info) in sources.items():
-            kept = first.setdefault((file.path, info.place) if info.nbytes else name, name)
+        for name, (reading, info) in sources.items():
+            kept = first.setdefault((reading.path, info.place) if info.nbytes else name, name)
             if kept == name:
                 self.kept.append(name)
             else:
@@ -176,7 +177,8 @@ class _Job:
     def write_safetensors(self, names: Sequence[str], path: str) -> None:
         """Write a safetensors file of these tensors; tied ones that were left out are noted, as the library does."""
         noted = {"format": "pt"}
-        noted.update({name: kept for name, kept in self.left_out.items() if kept in names})
+        here = set(names)
+        noted.update({name: kept for name, kept in self.left_out.items() if kept in here})
         layout, order = safetensors.layout_file({n: self._stand_in(n) for n in names}, noted, align=self.align)
         self._write(path, layout, order, crc=False)
 
@@ -190,12 +192,11 @@ class _Job:
             torch_zip.archive_name(path),
             pickled.data,
             [s.nbytes() for s in pickled.storages],
-            alignment=4096,
+            alignment=STORAGE_ALIGNMENT,
             byteorder=sys.byteorder,
             crc=True,
         )
-        order = [name for name in self.sources if name in set(self.kept)]
-        self._write(path, layout, order, crc=True)
+        self._write(path, layout, self.kept, crc=True)
 
     def _write(self, path: str, layout: FileLayout, order: Sequence[str], *, crc: bool) -> None:
         crcs = [0] * len(order)
@@ -226,7 +227,7 @@ class _Job:
                 self.tick()
         return value
 
-    def _pieces(self, source: TensorFile, info: TensorInfo) -> Iterator[torch.Tensor]:
+    def _pieces(self, source: Reading, info: TensorInfo) -> Iterator[torch.Tensor]:
         """Yield the elements of a tensor in order, in contiguous parts of a bounded size."""
         if info.is_contiguous:
             step = _PIECE_BYTES // info.dtype.itemsize * info.dtype.itemsize
@@ -243,12 +244,11 @@ class _Job:
             for i in range(info.shape[0]):
                 at = info.file_offset + i * info.stride[0] * info.dtype.itemsize
                 shape, stride = info.shape[1:], info.stride[1:]
-                span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-                row = TensorInfo(info.name, info.dtype, shape, stride, at, span * info.dtype.itemsize)
+                nbytes = span(shape, stride) * info.dtype.itemsize
+                row = TensorInfo(info.name, info.dtype, shape, stride, at, nbytes)
                 yield from self._pieces(source, row)
 
-    def _read(self, source: TensorFile, info: TensorInfo, start: int, buffer: torch.Tensor) -> None:
+    def _read(self, source: Reading, info: TensorInfo, start: int, buffer: torch.Tensor) -> None:
         extent = Extent(info.file_offset + start, buffer.numel(), 0)
-        state = TransferState()
-        source.read([extent], [buffer], [info.name], self.settings, state)
+        source.fill([extent], [buffer], lambda _: f"tensor {info.name!r}")
         self.state.advance(buffer.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import itertools
 import os
@@ -16,13 +17,13 @@ from typing import Literal
 import torch
 
 from torchdirect import cufile, defaults, gpu_buffers, memory, road, selection, system
-from torchdirect.engines import make_engine, open_gpu_file
+from torchdirect.engines import make_engine
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
 from torchdirect.engines.cufile import require_unregistered
 from torchdirect.engines.streams import QueuedWork, queued_work
 from torchdirect.errors import CorruptCheckpointError, TransferUnavailableError, save_error
 from torchdirect.gds_status import gds_status
-from torchdirect.plan import Extent, Window, align_down, align_up, read_windows
+from torchdirect.plan import Extent, Window, read_windows
 from torchdirect.transfer import TransferType
 from torchdirect.units import BLOCK
 
@@ -130,7 +131,7 @@ class DirectFile:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._gpu_files: dict[TransferType, GpuFile] = {}
-        self._options: dict[tuple[bool, bool], EngineOptions] = {}
+        self._options: dict[tuple[bool, str], EngineOptions] = {}
         self._streamed: set[torch.device] = set()
         self._direct_fd: int | None = None
         self._fd = os.open(self.path, _FLAGS[mode] | os.O_CLOEXEC, 0o666)
@@ -350,56 +351,44 @@ class DirectFile:
         return size
 
     def _choose(self, pieces: Sequence[_Piece], operation: Literal["load", "save"]) -> EngineOptions:
-        on_gpu, on_host = any(p.data.is_cuda for p in pieces), any(not p.data.is_cuda for p in pieces)
-        key = (on_gpu, operation == "load")
+        on_gpu = any(piece.data.is_cuda for piece in pieces)
+        key = (on_gpu, operation)
         with self._lock:
             if key not in self._options:
-                self._options[key] = self._decide(on_gpu, on_host, operation)
+                self._options[key] = self._decide(on_gpu, operation)
             return self._options[key]
 
-    def _decide(self, on_gpu: bool, on_host: bool, operation: str) -> EngineOptions:
+    def _decide(self, on_gpu: bool, operation: str) -> EngineOptions:
         settings, fd = self._settings, self._open_fd()
-        requested = settings.transfer_type
-        places = [torch.device(kind) for kind, there in (("cuda", on_gpu), ("cpu", on_host)) if there]
-        situation = road.find_situation(operation, fd, _SUPPOSED_BYTES, places, 0.0, settings)
-        status = gds_status(fd) if on_gpu and (requested is TransferType.AUTO or requested.uses_cufile) else None
-        direct = status is not None and status.direct
-        if requested is TransferType.AUTO:
-            chosen = selection.choose(situation).transfer_type
+        automatic = settings.transfer_type is TransferType.AUTO
+        place = torch.device("cuda" if on_gpu else "cpu")
+        situation = road.find_situation(operation, fd, _SUPPOSED_BYTES, [place], 0.0, settings)
+        if automatic:
+            choice = selection.choose(situation)
         else:
-            selection.check(requested, situation)
-            chosen = requested
-            if requested.uses_cufile and settings.gds_compat == "forbid" and status is not None and not direct:
-                raise TransferUnavailableError(
-                    requested.name, f"gds_compat='forbid', and the path is not direct: {status.reason}", status.remedy
-                )
-        num_threads, chunk_bytes = selection.threads_and_chunk(
-            chosen, situation, settings.num_threads, settings.chunk_bytes, settings.staging_bytes
-        )
-        strict = requested is not TransferType.AUTO
-        return EngineOptions(chosen, num_threads, chunk_bytes, settings.staging_bytes, strict, direct)
+            selection.check(settings.transfer_type, situation)
+            choice = selection.Choice(settings.transfer_type, "as requested")
+        direct = choice.transfer_type.uses_cufile and gds_status(fd).direct
+        return road.make_options(settings, situation, choice, strict=not automatic, direct=direct)
 
     def _gpu_file(self, transfer_type: TransferType) -> GpuFile:
         with self._lock:
             if transfer_type not in self._gpu_files:
                 fd = self._open_fd() if self._direct_fd is None else self._direct_fd
-                backend = self._settings.gds_backend
-                self._gpu_files[transfer_type] = open_gpu_file(transfer_type, backend, fd, self.path)
+                self._gpu_files[transfer_type] = road.open_for_gpu(transfer_type, fd, self.path, self._settings)
             return self._gpu_files[transfer_type]
 
+    @functools.cached_property
+    def _alignment(self) -> tuple[int, int]:
+        """What direct transfers ask of memory and of offsets, in bytes."""
+        asked = system.direct_io(self._open_fd())
+        return asked.memory_align or 1, asked.offset_align or 1
+
     def _described(self, options: EngineOptions, size: int) -> OpenFile:
-        align = system.direct_io(self._open_fd())
         through_cache = options.transfer_type is TransferType.CPU_CACHED_GPU
         gpu_file = self._gpu_file(options.transfer_type) if options.transfer_type.uses_cufile else None
-        return OpenFile(
-            self.path,
-            self._open_fd(),
-            None if through_cache else self._direct_fd,
-            size,
-            align.memory_align or 1,
-            align.offset_align or 1,
-            gpu_file,
-        )
+        direct_fd = None if through_cache else self._direct_fd
+        return OpenFile(self.path, self._open_fd(), direct_fd, size, *self._alignment, gpu_file)
 
     def _read(self, pieces: list[_Piece], queued: QueuedWork | None) -> int:
         self._require("read")
@@ -498,12 +487,10 @@ def _write_windows(pieces: Sequence[_Piece], chunk_bytes: int) -> tuple[list[Win
     whole: list[Window] = []
     ragged: list[Window] = []
     for i, piece in enumerate(pieces):
-        first = min(align_up(piece.offset, BLOCK), piece.end)
-        last = max(first, align_down(piece.end, BLOCK))
-        for start in range(first, last, chunk_bytes):
-            nbytes = min(chunk_bytes, last - start)
-            whole.append(Window(start, nbytes, (Extent(start, nbytes, i, start - piece.offset),)))
-        for start, stop in ((piece.offset, first), (last, piece.end)):
-            if stop > start:
-                ragged.append(Window(start, stop - start, (Extent(start, stop - start, i, start - piece.offset),)))
+        extent = Extent(piece.offset, piece.data.numel(), i)
+        first, last = extent.core(BLOCK)
+        bounds = [(start, min(start + chunk_bytes, last)) for start in range(first, last, chunk_bytes)]
+        for windows, places in ((whole, bounds), (ragged, [(extent.file_offset, first), (last, extent.end)])):
+            parts = (extent.part(start, stop) for start, stop in places)
+            windows += [Window(part.file_offset, part.nbytes, (part,)) for part in parts if part is not None]
     return whole, ragged

@@ -14,9 +14,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torchdirect import defaults, memory, originals, road
 from torchdirect.defaults import Settings
 from torchdirect.engines.base import TransferState
-from torchdirect.lazy import Device, _device
+from torchdirect.lazy import Device, as_device
 from torchdirect.plan import Extent
-from torchdirect.tensor_file import TensorFile, TensorInfo
+from torchdirect.tensor_file import TensorFile, TensorInfo, span
 from torchdirect.units import MIB
 
 _CONVERSION_BYTES = 16 * MIB
@@ -74,7 +74,7 @@ def load_into(
         if isinstance(target, torch.optim.Optimizer):
             return _into_optimizer(target, file, prefix, strict, chosen)
         if isinstance(target, torch.nn.Module):
-            return _into_module(target, file, prefix, strict, None if device is None else _device(device), chosen)
+            return _into_module(target, file, prefix, strict, None if device is None else as_device(device), chosen)
         if isinstance(target, dict):
             return _into_dict(target, file, prefix, strict, chosen)
     finally:
@@ -286,54 +286,44 @@ def _into_optimizer(
 def _fill(file: TensorFile, pairs: list[tuple[TensorInfo, torch.Tensor]], settings: Settings) -> None:
     """Move the bytes: straight where dtype and layout agree, else through a bounded buffer."""
     start = time.perf_counter()
-    state = TransferState()
-    straight: list[tuple[TensorInfo, torch.Tensor]] = []
-    converted: list[tuple[TensorInfo, torch.Tensor]] = []
-    for info, tensor in pairs:
-        data = tensor.detach()
-        same = data.dtype == info.dtype and data.is_contiguous() and info.is_contiguous
-        (straight if same and not (data.is_conj() or data.is_neg()) else converted).append((info, data))
-    readings: list[road.Reading] = []
-    targets = [memory.bytes_of(data) for _, data in straight]
-    filled = [(i, info) for i, (info, _) in enumerate(straight) if info.nbytes]
-    if filled:
-        extents = [Extent(info.file_offset, info.nbytes, i) for i, info in filled]
-        readings.append(file.read(extents, targets, [info.name for info, _ in straight], settings, state))
-    with torch.no_grad():
-        for info, data in converted:
-            if info.nbytes:
-                readings.append(_convert(file, info, data, settings, state))
-    if readings:
-        nbytes = sum(info.nbytes for info, _ in pairs)
-        seconds = time.perf_counter() - start
-        road.publish_report(
-            road.make_report(
-                "load", file.path, settings, readings[0].choice, readings[0].options, state, nbytes, nbytes, seconds
-            )
-        )
+    pairs = [(info, tensor.detach()) for info, tensor in pairs if info.nbytes]
+    if not pairs:
+        return
+    places = [data.device for _, data in pairs]
+    with road.Reading(file.path, file.fd, file.size, places, settings, TransferState()) as reading:
+        straight = [(info, data) for info, data in pairs if _is_straight(info, data)]
+        extents = [Extent(info.file_offset, info.nbytes, i) for i, (info, _) in enumerate(straight)]
+        targets = [memory.bytes_of(data) for _, data in straight]
+        reading.fill(extents, targets, lambda i: f"tensor {straight[i][0].name!r}")
+        with torch.no_grad():
+            for info, data in pairs:
+                if not _is_straight(info, data):
+                    _convert(reading, info, data)
+    nbytes = sum(info.nbytes for info, _ in pairs)
+    reading.report(nbytes, nbytes, start)
 
 
-def _convert(
-    file: TensorFile, info: TensorInfo, target: torch.Tensor, settings: Settings, state: TransferState
-) -> road.Reading:
+def _is_straight(info: TensorInfo, data: torch.Tensor) -> bool:
+    """Whether the bytes of the file are those of the tensor."""
+    same = data.dtype == info.dtype and data.is_contiguous() and info.is_contiguous
+    return same and not (data.is_conj() or data.is_neg())
+
+
+def _convert(reading: road.Reading, info: TensorInfo, target: torch.Tensor) -> None:
     """Read a tensor piece by piece into a buffer on the target's device, and copy from there."""
     itemsize = info.dtype.itemsize
-    with road.Reading(file.path, file.fd, file.size, [target.device], settings, state) as reading:
-        for piece, stride, offset in _pieces(target, info.stride, 0, _CONVERSION_BYTES // itemsize):
-            span = 1 + sum((n - 1) * s for n, s in zip(piece.shape, stride, strict=True))
-            buffer = torch.empty(span * itemsize, dtype=torch.uint8, device=target.device)
-            at = info.file_offset + offset * itemsize
-            reading.fill([Extent(at, buffer.numel(), 0)], [buffer], lambda _: f"tensor {info.name!r}")
-            piece.copy_(buffer.view(info.dtype).as_strided(piece.shape, stride))
-    return reading
+    for piece, stride, offset in _pieces(target, info.stride, 0, _CONVERSION_BYTES // itemsize):
+        buffer = torch.empty(span(piece.shape, stride) * itemsize, dtype=torch.uint8, device=target.device)
+        at = info.file_offset + offset * itemsize
+        reading.fill([Extent(at, buffer.numel(), 0)], [buffer], lambda _: f"tensor {info.name!r}")
+        piece.copy_(buffer.view(info.dtype).as_strided(piece.shape, stride))
 
 
 def _pieces(
     target: torch.Tensor, stride: tuple[int, ...], offset: int, most: int
 ) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
     """Yield parts of a tensor whose elements in the file span at most `most`, with stride and place there."""
-    span = 1 + sum((n - 1) * s for n, s in zip(target.shape, stride, strict=True))
-    if span <= most or not target.dim():
+    if span(target.shape, stride) <= most or not target.dim():
         yield target, stride, offset
         return
     longest = max(range(target.dim()), key=lambda d: (target.shape[d] - 1) * stride[d])

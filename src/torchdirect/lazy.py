@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchdirect import defaults, road
+from torchdirect import defaults
 from torchdirect.defaults import Settings
 from torchdirect.plan import Extent
 from torchdirect.tensor_file import TensorFile, TensorInfo, contiguous_stride, matching, shaped
@@ -49,10 +49,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, device: Device = None, **se
     ...     weight = file["model.layers.0.weight"]
     ...     norms = file.load(prefix="model.norm")
     """
-    return CheckpointHandle(TensorFile(path), _device(device), defaults.current(**settings))
+    return CheckpointHandle(TensorFile(path), as_device(device), defaults.current(**settings))
 
 
-def _device(device: Device) -> torch.device:
+def as_device(device: Device) -> torch.device:
+    """Return the device that a caller named; raises for one that nothing can be read to."""
     if isinstance(device, int):
         return torch.device("cuda", device)
     found = torch.device("cpu" if device is None else device)
@@ -147,9 +148,10 @@ class CheckpointHandle:
         """
         start = time.perf_counter()
         infos = list(matching(self._file.tensors, keys, prefix, self.path))
-        where = self._device if device is None else _device(device)
+        where = self._device if device is None else as_device(device)
         tensors, reading = self._file.load(infos, where, self._settings)
-        self._report(reading, sum(info.nbytes for info in infos), start)
+        nbytes = sum(info.nbytes for info in infos)
+        reading.report(nbytes, nbytes, start)
         return tensors
 
     def get_slice(self, name: str) -> TensorSlice:
@@ -161,24 +163,8 @@ class CheckpointHandle:
         data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         if nbytes:
             reading = self._file.read(extents, [data], [info.name], self._settings)
-            self._report(reading, nbytes, start)
+            reading.report(nbytes, nbytes, start)
         return data
-
-    def _report(self, reading: road.Reading, nbytes: int, start: float) -> None:
-        seconds = time.perf_counter() - start
-        road.publish_report(
-            road.make_report(
-                "load",
-                self.path,
-                self._settings,
-                reading.choice,
-                reading.options,
-                reading.state,
-                nbytes,
-                nbytes,
-                seconds,
-            )
-        )
 
     # ---------------------------------------------------------------------------------------- life
 

@@ -40,6 +40,18 @@ class Extent(NamedTuple):
         """One past the last byte in the file."""
         return self.file_offset + self.nbytes
 
+    def core(self, block: int) -> tuple[int, int]:
+        """Return the bounds in the file of the whole blocks inside; equal if there is none."""
+        first = align_up(self.file_offset, block)
+        return first, max(first, align_down(self.end, block))
+
+    def part(self, start: int, stop: int) -> Extent | None:
+        """Return what lies between two places in the file; None if nothing does."""
+        first, last = max(self.file_offset, start), min(self.end, stop)
+        if first >= last:
+            return None
+        return Extent(first, last - first, self.storage, self.storage_offset + first - self.file_offset)
+
 
 class Gap(NamedTuple):
     """A run of a new file that belongs to no storage: headers, padding, directories.
@@ -213,7 +225,7 @@ def write_windows(
             raise ValueError(f"pieces of the file overlap or leave a hole at offset {min(offset, position)}")
         position += nbytes
         if extent is not None:
-            first, last = align_up(offset, block), align_down(position, block)
+            first, last = extent.core(block)
             if nbytes > large and last > first:
                 cuts.extend(range(first, last, chunk_bytes))
                 cuts.append(last)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -108,17 +109,28 @@ class Descriptors:
         TransferUnavailableError
             If cuFile cannot carry this call, or only in a mode that the settings forbid.
         """
-        status = gds_status(self.fd)
-        if self._settings.gds_compat == "forbid" and not status.direct:
-            raise TransferUnavailableError(
-                transfer_type.name,
-                f"cuFile would run in its compatibility mode, which gds_compat='forbid' rules out: {status.reason}",
-                status.remedy,
-            )
         fd = self.fd if self.direct_fd is None else self.direct_fd
-        self.gpu_file = open_gpu_file(transfer_type, self._settings.gds_backend, fd, self.path)
+        self.gpu_file = open_for_gpu(transfer_type, fd, self.path, self._settings)
         self._stack.callback(self.gpu_file.close)
-        return status.direct
+        return gds_status(self.fd).direct
+
+
+def open_for_gpu(transfer_type: TransferType, fd: int, path: str, settings: Settings) -> GpuFile:
+    """Open a file for a cuFile type in a mode that the settings allow; the caller closes it before `fd`.
+
+    Raises
+    ------
+    TransferUnavailableError
+        If cuFile cannot carry the file, or only in its compatibility mode and that is forbidden.
+    """
+    status = gds_status(fd)
+    if settings.gds_compat == "forbid" and not status.direct:
+        raise TransferUnavailableError(
+            transfer_type.name,
+            f"cuFile would run in its compatibility mode, which gds_compat='forbid' rules out: {status.reason}",
+            status.remedy,
+        )
+    return open_gpu_file(transfer_type, settings.gds_backend, fd, path)
 
 
 def choose(
@@ -141,21 +153,22 @@ def choose(
         state.fell_back(text)
         if not automatic:
             warnings.warn(text, TransferFallbackWarning, stacklevel=5)
-        return _with_sizes(settings, situation, choice, strict=False, direct=False)
-    return _with_sizes(settings, situation, choice, not automatic and settings.fallback == "error", direct)
+        return choice, make_options(settings, situation, choice, strict=False, direct=False)
+    strict = not automatic and settings.fallback == "error"
+    return choice, make_options(settings, situation, choice, strict=strict, direct=direct)
 
 
-def _with_sizes(
-    settings: Settings, situation: selection.Situation, choice: selection.Choice, strict: bool, direct: bool
-) -> tuple[selection.Choice, EngineOptions]:
+def make_options(
+    settings: Settings, situation: selection.Situation, choice: selection.Choice, *, strict: bool, direct: bool
+) -> EngineOptions:
+    """Return how an engine runs for a choice."""
     num_threads, chunk_bytes = selection.threads_and_chunk(
         choice.transfer_type, situation, settings.num_threads, settings.chunk_bytes, settings.staging_bytes
     )
-    options = EngineOptions(choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct)
-    return choice, options
+    return EngineOptions(choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct)
 
 
-def make_report(
+def _report(
     operation: str,
     path: str,
     settings: Settings,
@@ -164,23 +177,25 @@ def make_report(
     state: TransferState,
     nbytes: int,
     payload: int,
-    seconds: float,
-) -> TransferReport:
-    """Return the report of a save or load that has ended."""
-    return TransferReport(
-        operation=operation,
-        path=path,
-        requested=settings.transfer_type,
-        used=choice.transfer_type,
-        reason=choice.reason,
-        bytes=nbytes,
-        payload_bytes=payload,
-        seconds=seconds,
-        num_threads=state.num_threads or 1,
-        chunk_bytes=options.chunk_bytes,
-        retries=state.retries,
-        fallbacks=tuple(state.fallbacks),
-        direct=state.direct,
+    start: float,
+) -> None:
+    """Report a save or load that began at `start` of the performance counter and has ended."""
+    publish_report(
+        TransferReport(
+            operation=operation,
+            path=path,
+            requested=settings.transfer_type,
+            used=choice.transfer_type,
+            reason=choice.reason,
+            bytes=nbytes,
+            payload_bytes=payload,
+            seconds=time.perf_counter() - start,
+            num_threads=state.num_threads or 1,
+            chunk_bytes=options.chunk_bytes,
+            retries=state.retries,
+            fallbacks=tuple(state.fallbacks),
+            direct=state.direct,
+        )
     )
 
 
@@ -261,6 +276,20 @@ class Reading:
         windows = read_windows(extents, chunk_bytes=self.options.chunk_bytes, file_size=self.size)
         make_engine(self.options, self._tick).read(self._file, windows, tensors, describe, self.state)
 
+    def report(self, nbytes: int, payload: int, start: float, path: str | None = None) -> None:
+        """Report the load that this was part of.
+
+        Parameters
+        ----------
+        nbytes, payload
+            Bytes of files, and of tensors among them.
+        start
+            When it began, by the performance counter.
+        path
+            What was loaded, if that is more than this file.
+        """
+        _report("load", path or self.path, self.settings, self.choice, self.options, self.state, nbytes, payload, start)
+
 
 def write_file(
     path: str,
@@ -268,9 +297,9 @@ def write_file(
     tensors: Sequence[torch.Tensor],
     crc: bool,
     settings: Settings,
-    state: TransferState,
-) -> tuple[selection.Choice, EngineOptions]:
-    """Write and publish a new file.
+    start: float,
+) -> None:
+    """Write and publish a new file, and report the save.
 
     Parameters
     ----------
@@ -280,13 +309,15 @@ def write_file(
         One-dimensional uint8 tensors over the storages, in the order of the layout.
     crc
         Whether the layout's gaps need the CRC-32 of the storages.
+    start
+        When the save began, by the performance counter.
 
     Raises
     ------
     SaveError
         If the file cannot be written; an old file of that name is untouched.
     """
-    size = layout.file_size
+    size, state = layout.file_size, TransferState()
     try:
         with publish.replacing(path, durable=settings.durable) as replacement, contextlib.ExitStack() as stack:
             replacement.reserve(size)
@@ -307,4 +338,4 @@ def write_file(
             replacement.commit()
     except OSError as exc:
         raise save_error(exc, path, f"writing {size} bytes") from exc
-    return choice, options
+    _report("save", path, settings, choice, options, state, size, sum(t.numel() for t in tensors), start)

@@ -17,7 +17,6 @@ import torch
 from torchdirect import defaults, memory, road
 from torchdirect import digests as digests_module
 from torchdirect.defaults import Settings
-from torchdirect.engines.base import TransferState
 from torchdirect.formats import safetensors as format_module
 from torchdirect.lazy import CheckpointHandle, Device, open_checkpoint
 from torchdirect.tensor_file import TensorFile
@@ -125,12 +124,7 @@ def write(
         metadata = {**(metadata or {}), digests_module.DIGEST_KEY: json.dumps(digests)}
     layout, order = format_module.layout_file(plain, metadata, align=align)
     data = [memory.bytes_of(plain[name]) for name in order]
-    state = TransferState()
-    choice, options = road.write_file(path, layout, data, False, settings, state)
-    seconds, payload = time.perf_counter() - start, sum(t.numel() for t in data)
-    road.publish_report(
-        road.make_report("save", path, settings, choice, options, state, layout.file_size, payload, seconds)
-    )
+    road.write_file(path, layout, data, False, settings, start)
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
@@ -247,17 +241,10 @@ def load_model(
     missing, unexpected = model.load_state_dict(state, strict=False)
     missing = sorted(set(missing) - tied)
     if strict and (missing or unexpected):
-        problems = [f"    Missing key(s) in state_dict: {', '.join(map(repr, missing))}"] if missing else []
-        problems += (
-            [f"    Unexpected key(s) in state_dict: {', '.join(map(repr, sorted(unexpected)))}"] if unexpected else []
-        )
-        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n" + "\n".join(problems))
+        groups = (("Missing", missing), ("Unexpected", sorted(unexpected)))
+        lines = [f"    {kind} key(s) in state_dict: {', '.join(map(repr, names))}" for kind, names in groups if names]
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n" + "\n".join(lines))
     return missing, list(unexpected)
-
-
-def is_file(path: str, head: bytes) -> bool:
-    """Whether `load` should take a file for a safetensors file."""
-    return format_module.looks_like(head) and not head.startswith(b"PK")
 
 
 def load_mapped(path: str, map_location: Any, settings: Settings) -> dict[str, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import torch
 from torchdirect import defaults, progress, publish, road, safetensors
 from torchdirect.engines.base import TransferState
 from torchdirect.errors import CorruptCheckpointError
-from torchdirect.lazy import Device, _device
+from torchdirect.lazy import Device, as_device
 from torchdirect.tensor_file import TensorFile
 from torchdirect.units import format_bytes
 
@@ -42,7 +43,7 @@ def find_index(path: str) -> str:
     for name in _LOOKED_FOR:
         if os.path.exists(os.path.join(path, name)):
             return os.path.join(path, name)
-    raise FileNotFoundError(2, f"the directory has none of {', '.join(_LOOKED_FOR)}", path)
+    raise FileNotFoundError(errno.ENOENT, f"the directory has none of {', '.join(_LOOKED_FOR)}", path)
 
 
 def read_shards(index: str) -> dict[str, list[str]]:
@@ -91,12 +92,12 @@ def load_sharded(path: str | os.PathLike[str], device: Device = None, **settings
         If a shard is damaged, or lacks a tensor that the index says it has.
     """
     start = time.perf_counter()
-    chosen, where = defaults.current(**settings), _device(device)
+    chosen, where = defaults.current(**settings), as_device(device)
     index = find_index(os.fspath(path))
     shards = read_shards(index)
     for shard in shards:
         if not os.path.exists(shard):
-            raise FileNotFoundError(2, f"{index} names a shard that is missing", shard)
+            raise FileNotFoundError(errno.ENOENT, f"{index} names a shard that is missing", shard)
     state = TransferState()
     result: dict[str, torch.Tensor] = {}
     readings: list[road.Reading] = []
@@ -139,12 +140,7 @@ def load_sharded(path: str | os.PathLike[str], device: Device = None, **settings
         for file in files:
             file.close()
     if readings:
-        nbytes = sum(file.size for file in files)
-        report = road.make_report(
-            "load", index, chosen, readings[0].choice, readings[0].options, state, nbytes, state.total,
-            time.perf_counter() - start,
-        )  # fmt: skip
-        road.publish_report(report)
+        readings[0].report(sum(file.size for file in files), state.total, start, index)
     names = [name for group in shards.values() for name in group]
     return {name: result[name] for name in names} if names else result
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -65,7 +67,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Return the elements from the first to the last of a tensor."""
     if 0 in shape:
         return 0
@@ -100,10 +102,12 @@ class TensorFile:
         self._lock = threading.Lock()
         self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.size = os.fstat(self.fd).st_size
-            head = inline.read(self.fd, 16, 0) if not os.path.isdir(self.path) else b""
-            if os.path.isdir(self.path):
-                raise IsADirectoryError(21, "Is a directory; td.load_sharded loads directories of shards", self.path)
+            status = os.fstat(self.fd)
+            if stat.S_ISDIR(status.st_mode):
+                what = "Is a directory; td.load_sharded loads directories of shards"
+                raise IsADirectoryError(errno.EISDIR, what, self.path)
+            self.size = status.st_size
+            head = inline.read(self.fd, 16, 0)
             self.format: Format
             if head.startswith(b"PK"):
                 self.format = "torch"
@@ -132,7 +136,7 @@ class TensorFile:
         self._crcs = {(s.file_offset, s.nbytes): s.crc for s in index.storages}
         places = {s.key: s.file_offset for s in index.storages}
         found: dict[str, TensorInfo] = {}
-        opaque: list[str] = []
+        opaque: dict[str, None] = {}  # in order
         for name, value in self._walk(index.pickle.root):
             if not isinstance(value, Inert) or not value.qualname.startswith("_rebuild_"):
                 continue
@@ -140,9 +144,9 @@ class TensorFile:
             if info is not None:
                 found.setdefault(name, info)
             elif value.qualname not in ("_rebuild_parameter", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-                opaque.append(name)
-        self.opaque = tuple(dict.fromkeys(name for name in opaque if name not in found))
-        return {name: info for name, info in found.items() if name not in set(opaque)}
+                opaque[name] = None
+        self.opaque = tuple(name for name in opaque if name not in found)
+        return {name: info for name, info in found.items() if name not in opaque}
 
     def _walk(self, root: Any) -> Iterator[tuple[str, Any]]:
         try:
@@ -238,7 +242,7 @@ def _tensor_of_stub(path: str, name: str, stub: Inert, places: dict[str, int]) -
     if not isinstance(dtype, torch.dtype) or not _are_sizes(shape, stride, offset):
         return None
     first = offset * dtype.itemsize
-    nbytes = _span(shape, stride) * dtype.itemsize
+    nbytes = span(shape, stride) * dtype.itemsize
     if first + nbytes > storage.nbytes:
         raise CorruptCheckpointError(
             f"{path}: tensor {name!r} reaches to byte {first + nbytes} of storage {storage.key!r}, which has "

@@ -8,12 +8,13 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from torchdirect import checksum, defaults, digests, memory, names, road, selection, sharded, system
 from torchdirect import progress as progress_module
+from torchdirect.engines import inline
 from torchdirect.engines.base import OpenFile, TransferState
 from torchdirect.engines.file_io import DirectRefusedError, read_into
 from torchdirect.engines.workers import Job, run_workers
@@ -22,7 +23,7 @@ from torchdirect.formats.pickle_index import UnsupportedPickleError, index_pickl
 from torchdirect.formats.zip_directory import STORED, Entry, payload_offset, read_directory
 from torchdirect.plan import Extent, Window, align_up, read_windows
 from torchdirect.tensor_file import TensorFile
-from torchdirect.units import BLOCK, MIB, format_bytes
+from torchdirect.units import MIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class _Checker:
                 os.close(fd)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        return os.pread(self.fd, nbytes, offset)
+        return inline.read(self.fd, nbytes, offset)
 
     def run(self) -> None:
         self._check(self._torch_items() if self.read_at(0, 2) == b"PK" else self._safetensors_items())
@@ -192,8 +193,7 @@ class _Checker:
     def _check(self, items: Sequence[_Item]) -> None:
         if not items:
             return
-        state = TransferState()
-        found = self._checksums([item.extent for item in items], state)
+        found = self._checksums([item.extent for item in items])
         for item, crc in zip(items, found, strict=True):
             if crc == item.crc:
                 self.records += 1
@@ -204,27 +204,22 @@ class _Checker:
             else:
                 raise digests.mismatch(self.path, item.name(), item.extent, item.crc, crc)
 
-    def _checksums(self, extents: Sequence[Extent], state: TransferState) -> list[int]:
+    def _checksums(self, extents: Sequence[Extent]) -> list[int]:
         """Read extents in windows, by several threads, and return the CRC-32 of each."""
         cached = system.cached_fraction(self.fd, self.size)
-        direct_io = system.direct_io(self.fd)
-        if cached < selection.CACHED_FRACTION and direct_io.supported:
-            self.direct_fd = road.open_direct_again(self.fd)
         situation = road.find_situation("load", self.fd, self.size, [torch.device("cpu")], cached, self.settings)
-        threads, chunk = selection.threads_and_chunk(
-            selection.choose(situation).transfer_type,
-            replace(situation, storages=1),
-            self.settings.num_threads,
-            self.settings.chunk_bytes,
-            self.settings.staging_bytes,
-        )
+        choice = selection.choose(situation)
+        if choice.transfer_type.uses_direct_io:
+            self.direct_fd = road.open_direct_again(self.fd)
+        options = road.make_options(self.settings, situation, choice, strict=False, direct=False)
+        threads, chunk = options.num_threads, options.chunk_bytes
         windows = read_windows(extents, chunk_bytes=chunk, file_size=self.size)
-        state.total = sum(window.nbytes for window in windows)
+        state = TransferState(total=sum(window.nbytes for window in windows))
         parts: list[list[tuple[int, int, int]]] = [[] for _ in extents]
         lock = threading.Lock()
         job = Job(windows)
-        align = max(direct_io.offset_align or 1, 1)
-        file = OpenFile(self.path, self.fd, self.direct_fd, self.size, direct_io.memory_align or 1, align)
+        align = situation.direct_io
+        file = OpenFile(self.path, self.fd, self.direct_fd, self.size, align.memory_align or 1, align.offset_align or 1)
         wanted = max(1, min(threads, len(windows)))
         with memory.staging_pool.lease(wanted, chunk, pinned=False, limit=self.settings.staging_bytes) as lease:
 
@@ -245,16 +240,15 @@ class _Checker:
         return [checksum.combine((crc, nbytes) for _, crc, nbytes in sorted(found)) for found in parts]
 
     def _read(self, file: OpenFile, window: Window, buffer: memory.StagingBuffer, state: TransferState) -> None:
-        def what() -> str:
-            return "a record"
+        def read(fd: int, nbytes: int) -> None:
+            target = memory.view(buffer.address, nbytes, writable=True)
+            read_into(file, fd, target, window.file_offset, window.nbytes, state, lambda: "a record")
 
-        if file.direct_fd is not None and self.direct_fd is not None:
-            nbytes = align_up(window.nbytes, max(file.offset_align, BLOCK))
-            target = memory.view(buffer.address, min(nbytes, buffer.nbytes), writable=True)
+        if file.direct_fd is not None:
             try:
-                read_into(file, file.direct_fd, target, window.file_offset, window.nbytes, state, what)
+                # Whole blocks: past the end of the file the kernel returns fewer bytes.
+                read(file.direct_fd, align_up(window.nbytes, file.offset_align))
                 return
             except DirectRefusedError:
                 pass
-        target = memory.view(buffer.address, window.nbytes, writable=True)
-        read_into(file, file.fd, target, window.file_offset, window.nbytes, state, what)
+        read(file.fd, window.nbytes)

@@ -20,7 +20,7 @@ from torchdirect.engines.streams import QueuedWork, WorkerStreams, queued_work
 from torchdirect.engines.workers import Job, run_workers
 from torchdirect.errors import TransferUnavailableError
 from torchdirect.memory import Lease, StagingBuffer
-from torchdirect.plan import Extent, Gap, Window, align_down, align_up
+from torchdirect.plan import Extent, Gap, Window, align_up
 from torchdirect.transfer import TransferType
 
 Describe = Callable[[int], str]
@@ -239,7 +239,7 @@ class _Reader(_Worker):
         what = self._what([extent])
         start, end = extent.file_offset, extent.end
         if self.direct:
-            first, last = align_up(start, self.file.offset_align), align_down(end, self.file.offset_align)
+            first, last = extent.core(self.file.offset_align)
             if last > first and (address + first - start) % self.file.memory_align == 0:
                 try:
                     self._read(self.file.direct_fd, address + first - start, first, last - first, what)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchdirect.plan import Extent, Window, align_down, align_up, read_windows
+from torchdirect.plan import Extent, Window, read_windows
 from torchdirect.units import BLOCK
 
 
@@ -36,25 +36,11 @@ class Request(NamedTuple):
     deadline: float = 0.0
 
 
-def _core(extent: Extent, block: int) -> tuple[int, int]:
-    """Return the first and last block boundary of the file inside an extent."""
-    first = align_up(extent.file_offset, block)
-    return first, max(first, align_down(extent.end, block))
-
-
 def _requests(extent: Extent, first: int, last: int, request_bytes: int) -> list[Request]:
     return [
         Request(at, min(request_bytes, last - at), extent.storage, extent.storage_offset + at - extent.file_offset)
         for at in range(first, last, request_bytes)
     ]
-
-
-def _clip(extent: Extent, start: int, stop: int) -> Extent | None:
-    """Return the part of an extent between two places in the file."""
-    first, last = max(extent.file_offset, start), min(extent.end, stop)
-    if first >= last:
-        return None
-    return Extent(first, last - first, extent.storage, extent.storage_offset + first - extent.file_offset)
 
 
 def split_read(
@@ -83,12 +69,12 @@ def split_read(
     rest: list[Extent] = []
     for window in windows:
         for extent in window.extents:
-            first, last = _core(extent, block)
+            first, last = extent.core(block)
             if not straight[extent.storage] or first == last:
                 rest.append(extent)
                 continue
             requests += _requests(extent, first, last, request_bytes)
-            ends = (_clip(extent, extent.file_offset, first), _clip(extent, last, extent.end))
+            ends = (extent.part(extent.file_offset, first), extent.part(last, extent.end))
             rest += [end for end in ends if end is not None]
     return requests, read_windows(rest, chunk_bytes=chunk_bytes, file_size=file_size, block=block)
 
@@ -105,7 +91,7 @@ def split_write(
     for window in windows:
         position = window.file_offset
         for extent in window.extents:
-            first, last = _core(extent, block)
+            first, last = extent.core(block)
             if straight[extent.storage] and first < last:
                 requests += _requests(extent, first, last, request_bytes)
                 if first > position:
@@ -119,7 +105,7 @@ def split_write(
 
 
 def _part(window: Window, start: int, stop: int) -> Window:
-    clipped = (_clip(extent, start, stop) for extent in window.extents)
+    clipped = (extent.part(start, stop) for extent in window.extents)
     gaps = tuple(
         (index, max(offset, start), min(offset + nbytes, stop) - max(offset, start))
         for index, offset, nbytes in window.gaps
