@@ -144,6 +144,7 @@ def test_cancel_and_close_with_entries_in_flight(
     no_leaks: CuFileDouble, data_file: Path, block: ctypes.Array[ctypes.c_char]
 ) -> None:
     no_leaks.set("batch.stuck", 1)
+    no_leaks.set("batch.cancel_tells", 1)
     with data_file.open("rb") as file, FileHandle(file.fileno()) as handle:
         with Batch(4) as running:
             running.submit(entries(handle, block, 4))

@@ -53,6 +53,7 @@
  *   batch.event.ret        its ret, for example -5 or -5030
  *   batch.short.nth, batch.short.by    this entry moves that many bytes less and still completes
  *   batch.stuck            1: nothing completes before cuFileBatchIOCancel
+ *   batch.cancel_tells     1: an event tells of each entry that was cancelled; libcufile 1.15 sends none
  *
  * STREAMS
  *   async.mode             0: at submission; 1: when double_run_stream() is called; 2: by a thread after async.delay_ms
@@ -513,6 +514,7 @@ EXPORT status_t cuFileBatchIOCancel(void *id) {
     batch_t *b = find_batch(id);
     if (b) {
         b->canceled = true;
+        if (!peek("batch.cancel_tells", 0)) b->waiting = 0;
         for (unsigned i = 0; i < b->waiting; i++) {
             b->events[i].status = 0x08;
             b->events[i].ret = 0;

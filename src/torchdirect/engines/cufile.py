@@ -599,11 +599,11 @@ def _feed(
 
 
 def _drain(batch: Batch, flying: dict[int, Request], tensors: Sequence[torch.Tensor]) -> None:
-    """Cancel what is in flight and wait for it: its memory may be freed as soon as this has returned."""
-    if not batch.outstanding:
-        return
-    with contextlib.suppress(CuFileError):  # it says so if everything has just completed
-        batch.cancel()
+    """Wait for what is in flight: its memory may be freed as soon as this has returned.
+
+    Nothing is cancelled: libcufile 1.15 never tells of an entry that it has cancelled, so nobody would know when its
+    memory is free. Closing the batch cancels what is left after this.
+    """
     silent_since = time.monotonic()
     with contextlib.suppress(CuFileError):
         # Whatever else is outstanding comes from a submission that was refused: cuFile may never tell of it.
