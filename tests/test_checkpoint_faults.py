@@ -181,6 +181,32 @@ for durable in (True, False):
 """)
 
 
+@pytest.mark.parametrize("num_threads", [2, 4], ids=["written", "mapped"])
+def test_files_in_memory(num_threads: int, tmp_path: Path) -> None:
+    """With several threads a file on tmpfs is written through a mapping, after its pages have been set aside."""
+    in_namespace(f"""
+import os, subprocess, torch, torchdirect as td, zipfile
+from torchdirect.engines import file_io
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", {str(tmp_path)!r}], check=True)
+path, state = {str(tmp_path)!r} + "/a.pt", {{"w": torch.randn(3_000_001), "small": torch.arange(9)}}
+calls, real = [], os.pwritev
+os.pwritev = lambda *a: (calls.append(a[0]), real(*a))[1]
+td.save(state, path, num_threads={num_threads}, chunk_bytes=1 << 20)
+assert bool(calls) is ({num_threads} < 4), calls
+assert zipfile.ZipFile(path).testzip() is None
+loaded = torch.load(path)
+assert all(torch.equal(loaded[k], state[k]) for k in state)
+try:
+    td.save(torch.zeros(14_000_000), path, num_threads={num_threads})
+except td.SaveError as exc:
+    assert "a.pt" in str(exc), exc
+else:
+    raise SystemExit("no error")
+assert os.listdir({str(tmp_path)!r}) == ["a.pt"]
+assert torch.equal(td.load(path)["w"], state["w"])
+""")
+
+
 def test_a_file_system_without_direct_io(tmp_path: Path) -> None:
     in_namespace(f"""
 import subprocess, torch, torchdirect as td, warnings

@@ -22,6 +22,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 
 
 def view(address: int, nbytes: int, *, writable: bool) -> memoryview:
@@ -47,6 +48,25 @@ def advise_huge_pages(address: int, nbytes: int) -> None:
         _libc.madvise(start, end - start, _MADV_HUGEPAGE)
 
 
+def populate(address: int, nbytes: int) -> None:
+    """Fault in a fresh page-aligned range, without holding the interpreter lock; an older kernel leaves it as it is."""
+    _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+@contextmanager
+def mapped(fd: int, nbytes: int) -> Iterator[int]:
+    """Map the first `nbytes` of a file for writing; yield the address. Every one of its blocks must be there already.
+
+    Where the file system has no room for a block, a write to the mapping ends the process.
+    """
+    with mmap.mmap(fd, nbytes) as mapping:
+        anchor = ctypes.c_char.from_buffer(mapping)
+        try:
+            yield ctypes.addressof(anchor)
+        finally:
+            del anchor
+
+
 def bytes_tensor(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return a one-dimensional uint8 tensor over all of `storage`, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -59,7 +79,15 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class StagingBuffer:
-    """A block-aligned host buffer; pinned (registered with CUDA) if it serves copies to and from a GPU."""
+    """A block-aligned host buffer; pinned (registered with CUDA) if it serves copies to and from a GPU.
+
+    Attributes
+    ----------
+    address
+        Of its first byte.
+    memory, tensor
+        Its bytes, as a writable view and as a one-dimensional uint8 tensor.
+    """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
@@ -71,9 +99,12 @@ class StagingBuffer:
         start = ctypes.addressof(self._anchor)
         self.address = -(-start // HUGE_PAGE) * HUGE_PAGE
         advise_huge_pages(self.address, nbytes)
+        self.memory = memoryview(self._map)[self.address - start : self.address - start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=self.address - start)
         if pinned:
-            # cudaHostRegister faults the pages in and pins them; flags 1 = portable: every device may copy.
+            # First touch costs most of the pinning, and CUDA would do it for one thread at a time.
+            populate(self.address, nbytes)
+            # flags 1 = portable: every device may copy.
             error = int(torch.cuda.cudart().cudaHostRegister(self.address, nbytes, 1))  # type: ignore[no-untyped-call]
             if error:
                 self.pinned = False
@@ -91,6 +122,7 @@ class StagingBuffer:
             torch.cuda.cudart().cudaHostUnregister(self.address)  # type: ignore[no-untyped-call]
         self._anchor = None
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.memory = memoryview(b"")
         self.address = 0
         # Raises BufferError while a copy of `tensor` lives elsewhere; then the map goes with its last user.
         try:

@@ -225,7 +225,7 @@ class Replacement:
         except FileNotFoundError:  # no /proc: then there is no libcufile either, whose rule this is for
             return os.open(self.temporary, flags | os.O_NOFOLLOW)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int) -> bool:
         """Set storage aside for the whole file, and make it that long, so that a full disk shows before the work.
 
         Parameters
@@ -233,17 +233,21 @@ class Replacement:
         nbytes : int
             Final length of the file in bytes. The reserved bytes read as zeros until they are written.
 
+        Returns
+        -------
+        bool
+            False where the file system cannot reserve, and nothing happened.
+
         Raises
         ------
         SaveError
-            If there is not that much space (``ENOSPC``, ``EDQUOT``), or files may not be that long (``EFBIG``). A file
-            system that cannot reserve is no error: nothing happens then.
+            If there is not that much space (``ENOSPC``, ``EDQUOT``), or files may not be that long (``EFBIG``).
         """
         self._require_open()
         if nbytes < 0:
             raise ValueError(f"{self.path}: cannot reserve a negative number of bytes, {nbytes}")
         if nbytes == 0:
-            return
+            return True
         # Before the attempt, which may keep what it got until the file is removed.
         status = os.fstatvfs(self.fd)
         free = status.f_bavail * status.f_frsize
@@ -251,10 +255,11 @@ class Replacement:
             _fallocate(self.fd, nbytes)
         except OSError as exc:
             if exc.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                return
+                return False
             where = os.path.dirname(self.target)
             doing = f"reserving {nbytes} bytes ({free} bytes are free in {where!r})"
             raise save_error(exc, self.path, doing) from exc
+        return True
 
     def commit(self) -> None:
         """Publish the file: from here on, `path` leads to it.

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from torchdirect import progress, publish, selection, system
+from torchdirect import memory, progress, publish, selection, system
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline, make_engine, open_gpu_file
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
@@ -320,7 +320,7 @@ def write_file(
     size, state = layout.file_size, TransferState()
     try:
         with publish.replacing(path, durable=settings.durable) as replacement, contextlib.ExitStack() as stack:
-            replacement.reserve(size)
+            reserved = replacement.reserve(size)
             if size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO:
                 choice, options = selection.SMALL, EngineOptions(selection.SMALL.transfer_type, 1, BLOCK, MIB)
                 file = OpenFile(path, replacement.fd, None, size)
@@ -330,6 +330,10 @@ def write_file(
                 files = Descriptors(path, replacement.fd, replacement.open_direct, settings, stack)
                 choice, options = choose(settings, situation, state, files)
                 file = describe_file(files, size, situation, options, state)
+                maps = situation.in_memory and options.num_threads >= selection.MAPPED_WRITE_THREADS
+                if reserved and maps and choice.transfer_type is TransferType.CPU_CACHED_GPU:
+                    address = stack.enter_context(memory.mapped(replacement.fd, size))
+                    file = dataclasses.replace(file, mapping=address)
                 windows = write_windows(layout.extents, layout.gaps, chunk_bytes=options.chunk_bytes, file_size=size)
                 with progress.shown(settings.progress, f"saving {path}", state) as tick:
                     make_engine(options, tick).write(file, windows, layout.gaps, tensors, crc, state)

@@ -15,6 +15,8 @@ SMALL_FILE_BYTES = MIB
 CACHED_FRACTION = 0.5
 """Share of a file in the page cache from which reading through the cache beats the disk."""
 
+MAPPED_WRITE_THREADS = 4
+"""Threads from which a file in memory is written faster through a mapping: writes into one file wait for each other."""
 
 _SMALL_STORAGE_BYTES = 128 << 10
 """Mean size of the storages under which a file is bound by the interpreter."""
@@ -139,17 +141,20 @@ def threads_and_chunk(
 ) -> tuple[int, int]:
     """Return worker threads and window size in bytes for what the caller left open.
 
-    Windows of 8 MiB are where Python threads stop being held back by the interpreter lock; a disk is at its ceiling
-    with 4 to 16 requests in flight; copying out of the page cache is bound by memory, and wants no more threads than
-    CPUs; many small storages are bound by the interpreter, where more than two threads only contend. The figures are
-    in docs/performance.md.
+    A disk is at its ceiling with 4 to 16 requests in flight, and large windows cost it little CPU time. Copying out of
+    the page cache to a GPU is bound by memory: it wants windows that stay in the CPU's caches and are just large enough
+    that the interpreter lock is not the limit, and no more threads than CPUs. Many small storages are bound by the
+    interpreter, where more than two threads only contend. The figures are in docs/performance.md.
     """
+    cached = transfer_type is TransferType.CPU_CACHED_GPU
     if chunk_bytes is None:
         chunk_bytes = 8 * MIB
+        if cached and s.on_gpu:
+            chunk_bytes = 4 * MIB
         while chunk_bytes > staging_bytes // 4 and chunk_bytes > MIB:
             chunk_bytes //= 2
     if num_threads is None:
-        num_threads = min(12, s.cpus) if transfer_type is TransferType.CPU_CACHED_GPU else min(8, max(4, s.cpus))
+        num_threads = min(12, s.cpus) if cached else min(8, max(4, s.cpus))
         if s.nbytes < _SMALL_STORAGE_BYTES * s.storages:
             num_threads = min(2, num_threads)
         # Less than a window for every worker is not worth a thread.

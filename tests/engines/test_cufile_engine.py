@@ -456,6 +456,23 @@ def test_a_batch_that_fails_is_drained(
         assert engine_module._never_answered == [tensors]
 
 
+def test_answers_behind_one_that_fails_count(
+    double: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One poll tells of many entries; the first of them ends the load."""
+    monkeypatch.setattr(engine_module, "_never_answered", [])
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(engine_module._Reading, "moved", fail)
+    (tmp_path / "a").write_bytes(bytes(400_000))
+    options = dataclasses.replace(OPTIONS, transfer_type=TransferType.GPU_BATCH)
+    with pytest.raises(RuntimeError, match="stopped"):
+        load(tmp_path / "a", [Extent(0, 327_680, 0)], options, double)
+    assert engine_module._never_answered == []
+
+
 def test_only_the_refused_submission_is_left(
     double: CuFileDouble, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

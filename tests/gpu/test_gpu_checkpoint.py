@@ -231,3 +231,59 @@ def test_safetensors_lazy_reads_and_loads_in_place(tmp_path: Path) -> None:
         total = sum(t.sum() for t in td.load_sharded(tmp_path / "m", device="cuda").values())
     side.synchronize()
     assert torch.isfinite(torch.as_tensor(total))
+
+
+def test_a_graph_can_be_captured_in_another_thread(tmp_path: Path) -> None:
+    """In the mode that breaks a capture when any thread waits for the GPU or registers memory."""
+    path, state = tmp_path / "a.pt", {"w": torch.arange(20 * MIB, dtype=torch.uint8, device="cuda")}
+    td.save(state, path)
+    td.release_staging()
+    x = torch.ones(1000, device="cuda")
+    began, go_on = threading.Event(), threading.Event()
+    failures: list[BaseException] = []
+    graph = torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="global"):
+                began.set()
+                go_on.wait(30)
+                x.add_(1)
+        except BaseException as exc:
+            failures.append(exc)
+            began.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    try:
+        assert began.wait(30)
+        loaded = td.load(path)
+        td.save(state, path)
+    finally:
+        go_on.set()
+        thread.join(30)
+    assert failures == []
+    graph.replay()
+    assert torch.equal(loaded["w"], state["w"])
+    assert bool((x == 2).all())
+
+
+def test_copies_fall_back_to_pytorchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchdirect.engines import streams
+
+    monkeypatch.setattr(streams, "cuda_driver", lambda: None)
+    monkeypatch.setattr(streams, "stream_pool", streams.StreamPool())
+    state = {"w": torch.arange(20 * MIB, dtype=torch.uint8, device="cuda"), "s": torch.ones(5, device="cuda")}
+    td.save(state, tmp_path / "a.pt")
+    assert same(td.load(tmp_path / "a.pt"), state)
+
+
+def test_a_copy_that_the_driver_refuses() -> None:
+    from torchdirect.engines.cuda_driver import cuda_driver
+
+    driver = cuda_driver()
+    assert driver is not None
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match=r"CUDA error \d+ while copying 8 bytes .*: \w+"):
+        driver.to_device(1, 1, 8, torch.cuda.current_stream().cuda_stream)
+    assert float(torch.ones(2, device="cuda").sum()) == 2

@@ -48,6 +48,8 @@ class OpenFile:
         What direct transfers ask of addresses, and of offsets and lengths, in bytes.
     gpu_file
         The file as cuFile knows it, for its transfer types.
+    mapping
+        Address of the file's pages, for writes on a file system that keeps its files in memory.
     """
 
     path: str
@@ -57,6 +59,7 @@ class OpenFile:
     memory_align: int = 4096
     offset_align: int = 4096
     gpu_file: GpuFile | None = None
+    mapping: int | None = None
 
 
 @dataclass(frozen=True)

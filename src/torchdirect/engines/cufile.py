@@ -588,8 +588,8 @@ def _feed(
             events = batch.poll(1, _POLL_SECONDS)
         except CuFileError as exc:
             raise kind.failed(next(iter(flying.values())), exc) from exc
-        for event in events:
-            request = flying.pop(event.cookie)
+        # All of them are answered, also those behind one that fails.
+        for request, event in [(flying.pop(event.cookie), event) for event in events]:
             try:
                 left = kind.moved(request, event.bytes_done(run.file.path))
             except CuFileError as exc:

@@ -6,7 +6,6 @@ that storage; every other window goes through a staging buffer, from which GPU c
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 
@@ -16,7 +15,7 @@ from torchdirect import memory
 from torchdirect.engines.base import EngineOptions, OpenFile, TransferState
 from torchdirect.engines.checksums import Checksums
 from torchdirect.engines.file_io import DirectRefusedError, read_into, write_all
-from torchdirect.engines.streams import QueuedWork, WorkerStreams, queued_work
+from torchdirect.engines.streams import Mark, QueuedWork, WorkerStreams, queued_work
 from torchdirect.engines.workers import Job, run_workers
 from torchdirect.errors import TransferUnavailableError
 from torchdirect.memory import Lease, StagingBuffer
@@ -63,9 +62,10 @@ class HostEngine:
         job = Job(windows)
         ready = queued_work(tensors) if queued is None else queued
         with self._lease(windows, pinned=bool(ready)) as lease:
+            storages = _Storages(tensors)
 
             def work() -> None:
-                reader = _Reader(self, file, tensors, describe, state, lease, WorkerStreams(ready))
+                reader = _Reader(self, file, storages, describe, state, lease, WorkerStreams(ready))
                 reader.run(job)
 
             state.num_threads = self._workers(lease, windows)
@@ -94,9 +94,10 @@ class HostEngine:
         ready = queued_work(tensors) if queued is None else queued
         checksums = Checksums(job, tensors, crc, unseen)
         with self._lease(windows, pinned=bool(ready)) as lease:
+            storages = _Storages(tensors)
 
             def work() -> None:
-                writer = _Writer(self, file, gaps, tensors, checksums, state, lease, WorkerStreams(ready))
+                writer = _Writer(self, file, gaps, storages, checksums, state, lease, WorkerStreams(ready))
                 writer.run(job)
 
             state.num_threads = self._workers(lease, windows)
@@ -121,6 +122,35 @@ class HostEngine:
         )
 
 
+class _Storages:
+    """The memory that a plan moves bytes to or from; what every window asks of it is looked up once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.addresses = [t.data_ptr() for t in tensors]
+        self.devices = [t.device if t.is_cuda else None for t in tensors]
+
+    def address(self, extent: Extent) -> int:
+        """Return the address of an extent's first byte."""
+        return self.addresses[extent.storage] + extent.storage_offset
+
+    def part(self, extent: Extent) -> torch.Tensor:
+        """Return the bytes of an extent in the tensor that it belongs to."""
+        tensor = self.tensors[extent.storage]
+        if extent.nbytes == tensor.numel():
+            return tensor
+        return tensor[extent.storage_offset : extent.storage_offset + extent.nbytes]
+
+    def on_gpus(self, extents: Sequence[Extent]) -> dict[torch.device, list[Extent]]:
+        """Return those in GPU memory, by device."""
+        found: dict[torch.device, list[Extent]] = {}
+        for extent in extents:
+            device = self.devices[extent.storage]
+            if device is not None:
+                found.setdefault(device, []).append(extent)
+        return found
+
+
 class _Worker:
     """What reading and writing share: staging buffers in turn, and the descriptor to use."""
 
@@ -128,23 +158,21 @@ class _Worker:
         self,
         engine: HostEngine,
         file: OpenFile,
-        tensors: Sequence[torch.Tensor],
+        storages: _Storages,
         state: TransferState,
         lease: Lease,
         streams: WorkerStreams,
     ) -> None:
         self.engine = engine
         self.file = file
-        self.tensors = tensors
-        self.on_gpu = [t.is_cuda for t in tensors]
+        self.storages = storages
         self.state = state
         self.lease = lease
         self.streams = streams
         self.direct = engine._direct and file.direct_fd is not None
         self.blocking = engine.options.transfer_type is TransferType.CPU_GPU
         self._buffers: list[StagingBuffer] = []
-        self._events: dict[int, list[tuple[torch.device, torch.cuda.Event]]] = defaultdict(list)
-        self._spare_events: dict[torch.device, list[torch.cuda.Event]] = defaultdict(list)
+        self._marks: dict[int, list[tuple[torch.device, Mark]]] = {}
         self._turn = 0
 
     def next_buffer(self) -> StagingBuffer:
@@ -161,20 +189,17 @@ class _Worker:
 
     def copies_pending(self, buffer: StagingBuffer, devices: Iterable[torch.device]) -> None:
         """Remember that copies to or from `buffer` run on these devices; wait for them where copies block."""
-        for device in devices:
-            stream = self.streams.use(device)
-            if self.blocking:
-                stream.synchronize()
-                continue
-            event = self._spare_events[device].pop() if self._spare_events[device] else torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(stream)
-            self._events[id(buffer)].append((device, event))
+        if self.blocking:
+            for device in devices:
+                self.streams.use(device).synchronize()
+        else:
+            self._marks[id(buffer)] = [(device, self.streams.mark(device)) for device in devices]
 
     def wait_for(self, buffer: StagingBuffer) -> None:
         """Wait until no copy uses `buffer`."""
-        for device, event in self._events.pop(id(buffer), ()):
-            event.synchronize()
-            self._spare_events[device].append(event)
+        for device, mark in self._marks.pop(id(buffer), ()):
+            mark.wait()
+            self.streams.unmark(device, mark)
 
     def refused(self) -> None:
         """Go on through the page cache after the file system refused a direct transfer, if that is allowed."""
@@ -201,20 +226,20 @@ class _Reader(_Worker):
         self,
         engine: HostEngine,
         file: OpenFile,
-        tensors: Sequence[torch.Tensor],
+        storages: _Storages,
         describe: Describe,
         state: TransferState,
         lease: Lease,
         streams: WorkerStreams,
     ) -> None:
-        super().__init__(engine, file, tensors, state, lease, streams)
+        super().__init__(engine, file, storages, state, lease, streams)
         self.describe = describe
 
     def run(self, job: Job[Window]) -> None:
         try:
             while (window := job.take()) is not None:
                 extents = window.extents
-                if len(extents) == 1 and not self.on_gpu[extents[0].storage]:
+                if len(extents) == 1 and self.storages.devices[extents[0].storage] is None:
                     self._read_straight(window)
                 else:
                     self._read_staged(window)
@@ -235,7 +260,7 @@ class _Reader(_Worker):
     def _read_straight(self, window: Window) -> None:
         """Read into the storage itself: whole blocks directly, ragged ends through the page cache."""
         extent = window.extents[0]
-        address = self.tensors[extent.storage].data_ptr() + extent.storage_offset
+        address = self.storages.address(extent)
         what = self._what([extent])
         start, end = extent.file_offset, extent.end
         if self.direct:
@@ -264,8 +289,7 @@ class _Reader(_Worker):
         what = self._what(window.extents)
         if self.direct:
             # Whole blocks: past the end of the file the kernel returns fewer bytes.
-            nbytes = align_up(window.nbytes, self.file.offset_align)
-            target = memory.view(buffer.address, nbytes, writable=True)
+            target = buffer.memory[: align_up(window.nbytes, self.file.offset_align)]
             try:
                 read_into(
                     self.file, self.file.direct_fd or 0, target, window.file_offset, window.nbytes, self.state, what
@@ -273,47 +297,41 @@ class _Reader(_Worker):
             except DirectRefusedError:
                 self.refused()
         if not self.direct:
-            self._read(self.file.fd, buffer.address, window.file_offset, window.nbytes, what)
+            target = buffer.memory[: window.nbytes]
+            read_into(self.file, self.file.fd, target, window.file_offset, window.nbytes, self.state, what)
         self._deliver(window, buffer)
 
     def _deliver(self, window: Window, buffer: StagingBuffer) -> None:
-        on_gpu: dict[torch.device, list[Extent]] = defaultdict(list)
+        on_gpus = self.storages.on_gpus(window.extents)
+        for device, extents in on_gpus.items():
+            self._copy_to_gpu(self.streams.use(device), extents, window, buffer)
+        self.copies_pending(buffer, on_gpus)
         for extent in window.extents:
-            tensor = self.tensors[extent.storage]
-            if not tensor.is_cuda:
-                target = tensor.data_ptr() + extent.storage_offset
-                memory.copy(target, buffer.address + extent.file_offset - window.file_offset, extent.nbytes)
-            else:
-                on_gpu[tensor.device].append(extent)
-        for device, extents in on_gpu.items():
-            self.streams.use(device)
-            self._copy_to_gpu(device, extents, window, buffer)
-        self.copies_pending(buffer, on_gpu)
+            if self.storages.devices[extent.storage] is None:
+                source = buffer.address + extent.file_offset - window.file_offset
+                memory.copy(self.storages.address(extent), source, extent.nbytes)
 
     def _copy_to_gpu(
-        self, device: torch.device, extents: Sequence[Extent], window: Window, buffer: StagingBuffer
+        self, stream: torch.cuda.Stream, extents: Sequence[Extent], window: Window, buffer: StagingBuffer
     ) -> None:
-        targets = [_part(self.tensors, e) for e in extents]
-        scratch = self.streams.scratch(device, self.lease.nbytes) if len(extents) >= _GATHER_FROM else None
-        if scratch is None:
-            for target, extent in zip(targets, extents, strict=True):
-                at = extent.file_offset - window.file_offset
-                target.copy_(buffer.tensor[at : at + extent.nbytes], non_blocking=True)
+        gathers = len(extents) >= _GATHER_FROM
+        scratch = self.streams.scratch(stream.device, self.lease.nbytes) if gathers else None
+        if scratch is not None:
+            # One copy of everything between the first and the last extent, then one kernel that scatters it.
+            first, last = extents[0].file_offset, max(e.end for e in extents)
+            at = first - window.file_offset
+            scratch = scratch[: last - first]
+            scratch.copy_(buffer.tensor[at : at + last - first], non_blocking=True)
+            torch._foreach_copy_([self.storages.part(e) for e in extents], _parts(scratch, extents, first))
             return
-        # One copy of everything between the first and the last extent, then one kernel that scatters it.
-        first, last = extents[0].file_offset, max(e.end for e in extents)
-        at = first - window.file_offset
-        scratch = scratch[: last - first]
-        scratch.copy_(buffer.tensor[at : at + last - first], non_blocking=True)
-        torch._foreach_copy_(targets, _parts(scratch, extents, first))
-
-
-def _part(tensors: Sequence[torch.Tensor], extent: Extent) -> torch.Tensor:
-    """Return the bytes of an extent in the tensor that it belongs to."""
-    tensor = tensors[extent.storage]
-    if extent.nbytes == tensor.numel():
-        return tensor
-    return tensor[extent.storage_offset : extent.storage_offset + extent.nbytes]
+        driver = self.streams.driver
+        for extent in extents:
+            at = extent.file_offset - window.file_offset
+            if driver is not None:
+                address = self.storages.address(extent)
+                driver.to_device(address, buffer.address + at, extent.nbytes, stream.cuda_stream)
+            else:
+                self.storages.part(extent).copy_(buffer.tensor[at : at + extent.nbytes], non_blocking=True)
 
 
 def _parts(run: torch.Tensor, extents: Sequence[Extent], start: int) -> list[torch.Tensor]:
@@ -327,13 +345,13 @@ class _Writer(_Worker):
         engine: HostEngine,
         file: OpenFile,
         gaps: Sequence[Gap],
-        tensors: Sequence[torch.Tensor],
+        storages: _Storages,
         checksums: Checksums,
         state: TransferState,
         lease: Lease,
         streams: WorkerStreams,
     ) -> None:
-        super().__init__(engine, file, tensors, state, lease, streams)
+        super().__init__(engine, file, storages, state, lease, streams)
         self.gaps = gaps
         self.checksums = checksums
 
@@ -360,20 +378,23 @@ class _Writer(_Worker):
 
     def _straight(self, window: Window) -> bool:
         """Whether the window is nothing but a part of one host storage that can be written from where it is."""
-        if window.gaps or len(window.extents) != 1 or self.on_gpu[window.extents[0].storage]:
+        if window.gaps or len(window.extents) != 1 or self.storages.devices[window.extents[0].storage] is not None:
             return False
-        extent = window.extents[0]
-        address = self.tensors[extent.storage].data_ptr() + extent.storage_offset
-        return not self.direct or self.aligned(address, window)
+        return not self.direct or self.aligned(self.storages.address(window.extents[0]), window)
 
     def _write_straight(self, window: Window) -> None:
         extent = window.extents[0]
-        address = self.tensors[extent.storage].data_ptr() + extent.storage_offset
-        data = memory.view(address, extent.nbytes, writable=False)
-        self.checksums.add(window.extents, lambda _: data)
-        self._write(data, window)
+        address = self.storages.address(extent)
+        self.checksums.add(window.extents, lambda _: memory.view(address, extent.nbytes, writable=False))
+        self._write(address, extent.nbytes, window)
 
-    def _write(self, data: memoryview, window: Window) -> None:
+    def _write(self, address: int, nbytes: int, window: Window) -> None:
+        """Write a window from memory that holds it; `nbytes` are whole blocks for direct writes."""
+        if self.file.mapping is not None:
+            memory.copy(self.file.mapping + window.file_offset, address, window.nbytes)
+            self.state.advance(window.nbytes)
+            return
+        data = memory.view(address, nbytes, writable=False)
         if self.direct:
             try:
                 write_all(self.file, self.file.direct_fd or 0, data, window.file_offset, self.state)
@@ -384,38 +405,37 @@ class _Writer(_Worker):
         self.state.advance(window.nbytes)
 
     def _copy_from_gpu(self, window: Window, buffer: StagingBuffer) -> None:
-        on_gpu: dict[torch.device, list[Extent]] = defaultdict(list)
-        for extent in window.extents:
-            tensor = self.tensors[extent.storage]
-            if tensor.is_cuda:
-                on_gpu[tensor.device].append(extent)
-        for device, extents in on_gpu.items():
-            self.streams.use(device)
-            sources = [_part(self.tensors, e) for e in extents]
-            gathers = len(extents) >= _GATHER_FROM and len(on_gpu) == 1
+        on_gpus = self.storages.on_gpus(window.extents)
+        for device, extents in on_gpus.items():
+            stream = self.streams.use(device)
+            gathers = len(extents) >= _GATHER_FROM and len(on_gpus) == 1
             scratch = self.streams.scratch(device, self.lease.nbytes) if gathers else None
-            if scratch is None:
-                for extent, source in zip(extents, sources, strict=True):
-                    at = extent.file_offset - window.file_offset
-                    buffer.tensor[at : at + extent.nbytes].copy_(source, non_blocking=True)
+            if scratch is not None:
+                # Gather on the GPU, at the distances that the file wants, then one copy of the whole run.
+                first, last = extents[0].file_offset, extents[-1].end
+                at = first - window.file_offset
+                scratch = scratch[: last - first]
+                torch._foreach_copy_(_parts(scratch, extents, first), [self.storages.part(e) for e in extents])
+                buffer.tensor[at : at + last - first].copy_(scratch, non_blocking=True)
                 continue
-            # Gather on the GPU, at the distances that the file wants, then one copy of the whole run.
-            first, last = extents[0].file_offset, extents[-1].end
-            at = first - window.file_offset
-            scratch = scratch[: last - first]
-            torch._foreach_copy_(_parts(scratch, extents, first), sources)
-            buffer.tensor[at : at + last - first].copy_(scratch, non_blocking=True)
-        self.copies_pending(buffer, on_gpu)
+            driver = self.streams.driver
+            for extent in extents:
+                at = extent.file_offset - window.file_offset
+                if driver is not None:
+                    address = self.storages.address(extent)
+                    driver.from_device(buffer.address + at, address, extent.nbytes, stream.cuda_stream)
+                else:
+                    buffer.tensor[at : at + extent.nbytes].copy_(self.storages.part(extent), non_blocking=True)
+        self.copies_pending(buffer, on_gpus)
 
     def _finish(self, window: Window, buffer: StagingBuffer) -> None:
         """Complete a window whose GPU bytes are on their way, and write it."""
         self.wait_for(buffer)
-        start = window.file_offset
+        start, target = window.file_offset, buffer.memory
         for extent in window.extents:
-            if not self.on_gpu[extent.storage]:
-                source = self.tensors[extent.storage].data_ptr() + extent.storage_offset
-                memory.copy(buffer.address + extent.file_offset - start, source, extent.nbytes)
-        target = memory.view(buffer.address, buffer.nbytes, writable=True)
+            if self.storages.devices[extent.storage] is None:
+                at = buffer.address + extent.file_offset - start
+                memory.copy(at, self.storages.address(extent), extent.nbytes)
         self.checksums.add(window.extents, lambda e: target[e.file_offset - start : e.end - start])
         for index, offset, nbytes in window.gaps:
             gap = self.gaps[index]
@@ -428,4 +448,4 @@ class _Writer(_Worker):
         if self.direct:
             nbytes = align_up(nbytes, self.file.offset_align)
             target[window.nbytes : nbytes] = bytes(nbytes - window.nbytes)
-        self._write(target[:nbytes], window)
+        self._write(buffer.address, nbytes, window)
