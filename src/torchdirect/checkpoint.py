@@ -18,7 +18,7 @@ from typing import IO, Any, TypeGuard
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from torchdirect import defaults, digests, memory, names, originals, publish, road, safetensors, selection
+from torchdirect import defaults, memory, names, originals, publish, road, safetensors, selection
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline
 from torchdirect.errors import CorruptCheckpointError, save_error
@@ -457,9 +457,7 @@ class _Loader:
         ]
         extents = [Extent(s.file_offset, s.nbytes, n) for n, s in enumerate(stored)]
         describe = names.describer(self.index.pickle.root, [s.key for s in stored])
-        self.reading.fill(extents, tensors, describe)
-        if self.settings.verify:
-            digests.check_loaded(self.index.path, extents, [s.crc for s in stored], tensors, describe)
+        self.reading.fill(extents, tensors, describe, [s.crc for s in stored] if self.settings.verify else None)
         return {s.key: tensor.untyped_storage() for s, tensor in zip(stored, tensors, strict=True)}
 
     def _provide_all(self) -> torch_zip.StorageProvider:

@@ -10,6 +10,7 @@ import torch
 
 from torchdirect import checksum, memory, system
 from torchdirect.engines import device_checksum
+from torchdirect.engines.checksums import PartChecksums
 from torchdirect.errors import CorruptCheckpointError
 from torchdirect.plan import Extent
 from torchdirect.units import MIB
@@ -73,9 +74,23 @@ def check_loaded(
     extents: Sequence[Extent],
     expected: Sequence[int],
     tensors: Sequence[torch.Tensor],
+    seen: PartChecksums,
     describe: Callable[[int], str],
 ) -> None:
-    """Check loaded bytes against their checksums; 0 stands for none.
+    """Check loaded bytes against their checksums.
+
+    Parameters
+    ----------
+    extents
+        Each a whole storage, by index.
+    expected
+        Their CRC-32; 0 stands for none.
+    tensors
+        Their bytes.
+    seen
+        What workers have seen of them. The rest, which cuFile moved, is read once more, on the GPU.
+    describe
+        Names a storage for messages.
 
     Raises
     ------
@@ -83,6 +98,9 @@ def check_loaded(
         If one differs; names the tensor and its place.
     """
     chosen = [i for i, crc in enumerate(expected) if crc and tensors[i].numel()]
-    for i, found in zip(chosen, checksums_of([tensors[i] for i in chosen]), strict=True):
-        if found != expected[i]:
-            raise mismatch(path, describe(i), extents[i], expected[i], found)
+    unseen = [i for i in chosen if seen.missing[i]]
+    for i, value in zip(unseen, checksums_of([tensors[i] for i in unseen]), strict=True):
+        seen.know(i, value)
+    for i in chosen:
+        if seen.values[i] != expected[i]:
+            raise mismatch(path, describe(i), extents[i], expected[i], seen.values[i])

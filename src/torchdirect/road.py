@@ -14,10 +14,11 @@ from types import TracebackType
 
 import torch
 
-from torchdirect import memory, progress, publish, selection, system
+from torchdirect import digests, memory, progress, publish, selection, system
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline, make_engine, open_gpu_file
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
+from torchdirect.engines.checksums import PartChecksums
 from torchdirect.errors import TransferUnavailableError, save_error
 from torchdirect.formats.layout import FileLayout
 from torchdirect.gds_status import gds_status
@@ -271,10 +272,34 @@ class Reading:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def fill(self, extents: Sequence[Extent], tensors: Sequence[torch.Tensor], describe: Callable[[int], str]) -> None:
-        """Read extents into one-dimensional uint8 tensors; ``describe(i)`` names tensor ``i`` for messages."""
+    def fill(
+        self,
+        extents: Sequence[Extent],
+        tensors: Sequence[torch.Tensor],
+        describe: Callable[[int], str],
+        expected: Sequence[int] | None = None,
+    ) -> None:
+        """Read extents into one-dimensional uint8 tensors, and check them.
+
+        Parameters
+        ----------
+        describe
+            Names tensor ``i`` for messages.
+        expected
+            The CRC-32 of each tensor, or 0 where none is known; extent ``i`` is then all of tensor ``i``. Those of the
+            bytes that arrive are taken while they are in the CPU's caches.
+
+        Raises
+        ------
+        CorruptCheckpointError
+            If the bytes of a tensor differ from their checksum.
+        """
         windows = read_windows(extents, chunk_bytes=self.options.chunk_bytes, file_size=self.size)
-        make_engine(self.options, self._tick).read(self._file, windows, tensors, describe, self.state)
+        seen = None if expected is None else PartChecksums([t.numel() for t in tensors])
+        engine = make_engine(self.options, self._tick)
+        engine.read(self._file, windows, tensors, describe, self.state, checksums=seen)
+        if expected is not None and seen is not None:
+            digests.check_loaded(self.path, extents, expected, tensors, seen, describe)
 
     def report(self, nbytes: int, payload: int, start: float, path: str | None = None) -> None:
         """Report the load that this was part of.

@@ -178,6 +178,7 @@ class TensorFile:
         labels: Sequence[str],
         settings: Settings,
         state: TransferState | None = None,
+        expected: Sequence[int] | None = None,
     ) -> road.Reading:
         """Read extents into one-dimensional uint8 tensors; return what happened.
 
@@ -189,12 +190,14 @@ class TensorFile:
             What to fill, and what messages call it.
         state
             Of a call that reads several files.
+        expected
+            Checksums to hold the bytes against; see `road.Reading.fill`.
         """
         if self.fd < 0:
             raise ValueError(f"{self.path} is closed")
         places = [target.device for target in targets]
         with road.Reading(self.path, self.fd, self.size, places, settings, state) as reading:
-            reading.fill(extents, targets, lambda i: f"tensor {labels[i]!r}")
+            reading.fill(extents, targets, lambda i: f"tensor {labels[i]!r}", expected)
         return reading
 
     def load(
@@ -212,13 +215,11 @@ class TensorFile:
         }
         extents = [Extent(info.file_offset, info.nbytes, i) for i, info in enumerate(wanted.values())]
         labels = [info.name for info in wanted.values()]
-        reading = self.read(extents, list(targets.values()), labels, settings, state)
+        expected = None
         if settings.verify:
             # A part of a record has no checksum of its own.
             expected = [self._crcs.get((info.file_offset, info.nbytes), 0) for info in wanted.values()]
-            digests.check_loaded(
-                self.path, extents, expected, list(targets.values()), lambda i: f"tensor {labels[i]!r}"
-            )
+        reading = self.read(extents, list(targets.values()), labels, settings, state, expected)
         made = {place: shaped(targets[place], info) for place, info in wanted.items()}
         return {info.name: made[info.place] for info in infos}, reading
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from torchdirect.engines.checksums import PartChecksums
 from torchdirect.engines.streams import QueuedWork
 from torchdirect.plan import Gap, Window
 from torchdirect.transfer import TransferType
@@ -134,11 +135,12 @@ class Engine(Protocol):
         state: TransferState,
         *,
         queued: QueuedWork | None = None,
+        checksums: PartChecksums | None = None,
     ) -> None:
         """Fill `tensors`; when it returns, they are ready on the caller's current streams.
 
         ``describe(i)`` names storage ``i`` for messages. `queued` is given where the calling thread is not the one
-        whose queued work counts.
+        whose queued work counts. `checksums` takes in what passes through host memory.
         """
         ...
 

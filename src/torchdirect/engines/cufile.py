@@ -22,6 +22,7 @@ import torch
 from torchdirect import cufile, gpu_buffers
 from torchdirect.cufile import Batch, BatchEntry, CuFileError, FileHandle, Opcode, RegisteredBuffer
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
+from torchdirect.engines.checksums import PartChecksums
 from torchdirect.engines.direct_proof import TransferCounter
 from torchdirect.engines.file_io import advance, wait_again
 from torchdirect.engines.host import HostEngine
@@ -224,6 +225,7 @@ class CuFileEngine:
         state: TransferState,
         *,
         queued: QueuedWork | None = None,
+        checksums: PartChecksums | None = None,
     ) -> None:
         """Fill `tensors` from the windows of a read plan; see `Engine.read`."""
         run = self._begin(file, tensors, queued)
@@ -236,7 +238,7 @@ class CuFileEngine:
         )
 
         def by_host(host: HostEngine) -> None:
-            host.read(file, rest, tensors, describe, state, queued=run.queued)
+            host.read(file, rest, tensors, describe, state, queued=run.queued, checksums=checksums)
 
         self._execute(_Reading(run, state, describe), requests, rest, by_host)
 

@@ -13,7 +13,7 @@ import torch
 
 from torchdirect import memory
 from torchdirect.engines.base import EngineOptions, OpenFile, TransferState
-from torchdirect.engines.checksums import Checksums
+from torchdirect.engines.checksums import Checksums, PartChecksums
 from torchdirect.engines.file_io import DirectRefusedError, read_into, write_all
 from torchdirect.engines.streams import Mark, QueuedWork, WorkerStreams, queued_work
 from torchdirect.engines.workers import Job, run_workers
@@ -53,6 +53,7 @@ class HostEngine:
         state: TransferState,
         *,
         queued: QueuedWork | None = None,
+        checksums: PartChecksums | None = None,
     ) -> None:
         """Fill `tensors` from the windows of a read plan; see `Engine.read`.
 
@@ -65,7 +66,7 @@ class HostEngine:
             storages = _Storages(tensors)
 
             def work() -> None:
-                reader = _Reader(self, file, storages, describe, state, lease, WorkerStreams(ready))
+                reader = _Reader(self, file, storages, describe, checksums, state, lease, WorkerStreams(ready))
                 reader.run(job)
 
             state.num_threads = self._workers(lease, windows)
@@ -228,20 +229,21 @@ class _Reader(_Worker):
         file: OpenFile,
         storages: _Storages,
         describe: Describe,
+        checksums: PartChecksums | None,
         state: TransferState,
         lease: Lease,
         streams: WorkerStreams,
     ) -> None:
         super().__init__(engine, file, storages, state, lease, streams)
         self.describe = describe
+        self.checksums = checksums
 
     def run(self, job: Job[Window]) -> None:
         try:
             while (window := job.take()) is not None:
                 extents = window.extents
-                if len(extents) == 1 and self.storages.devices[extents[0].storage] is None:
-                    self._read_straight(window)
-                else:
+                on_host = len(extents) == 1 and self.storages.devices[extents[0].storage] is None
+                if not (on_host and self._read_straight(window)):
                     self._read_staged(window)
                 self.state.advance(window.nbytes)
         finally:
@@ -257,27 +259,32 @@ class _Reader(_Worker):
 
         return what
 
-    def _read_straight(self, window: Window) -> None:
-        """Read into the storage itself: whole blocks directly, ragged ends through the page cache."""
+    def _read_straight(self, window: Window) -> bool:
+        """Read into the storage itself: whole blocks directly, ragged ends through the page cache.
+
+        Returns False, with nothing read, where direct transfers cannot reach that memory.
+        """
         extent = window.extents[0]
         address = self.storages.address(extent)
         what = self._what([extent])
         start, end = extent.file_offset, extent.end
+        first = last = start
         if self.direct:
             first, last = extent.core(self.file.offset_align)
-            if last > first and (address + first - start) % self.file.memory_align == 0:
-                try:
-                    self._read(self.file.direct_fd, address + first - start, first, last - first, what)
-                except DirectRefusedError:
-                    self.refused()
-                else:
-                    self._read(self.file.fd, address, start, first - start, what)
-                    self._read(self.file.fd, address + last - start, last, end - last, what)
-                    return
-            elif last > first:
-                self._read_staged(window)
-                return
-        self._read(self.file.fd, address, start, end - start, what)
+            if last == first:
+                first = last = start
+            elif (address + first - start) % self.file.memory_align:
+                return False
+        try:
+            self._read(self.file.direct_fd, address + first - start, first, last - first, what)
+        except DirectRefusedError:
+            self.refused()
+            first = last = start
+        self._read(self.file.fd, address, start, first - start, what)
+        self._read(self.file.fd, address + last - start, last, end - last, what)
+        if self.checksums is not None:
+            self.checksums.add([extent], lambda _: memory.view(address, extent.nbytes, writable=False))
+        return True
 
     def _read(self, fd: int | None, address: int, offset: int, nbytes: int, what: Callable[[], str]) -> None:
         if nbytes and fd is not None:
@@ -310,6 +317,9 @@ class _Reader(_Worker):
             if self.storages.devices[extent.storage] is None:
                 source = buffer.address + extent.file_offset - window.file_offset
                 memory.copy(self.storages.address(extent), source, extent.nbytes)
+        if self.checksums is not None:  # while the copies run
+            data, start = buffer.memory, window.file_offset
+            self.checksums.add(window.extents, lambda e: data[e.file_offset - start : e.end - start])
 
     def _copy_to_gpu(
         self, stream: torch.cuda.Stream, extents: Sequence[Extent], window: Window, buffer: StagingBuffer

@@ -40,7 +40,7 @@ class Job(Generic[T]):
             return self._items[self._next - 1]
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Block until `ready` holds; it is asked with `condition` held, after each `notify`.
+        """Block until `ready` holds; it is asked now and after each `changed`.
 
         Raises
         ------
@@ -52,6 +52,11 @@ class Job(Generic[T]):
                 if self.stopping:
                     raise Stopped
                 self.condition.wait()
+
+    def changed(self) -> None:
+        """Let those who wait ask again."""
+        with self.condition:
+            self.condition.notify_all()
 
     def check(self) -> None:
         """Raise `Stopped` if the job has failed."""
