@@ -4,8 +4,7 @@ A load from the page cache runs at the speed of memory, with a dozen threads und
 ``Tensor.copy_`` with its views costs several times what the driver's call does, and a thread that lets go of the lock
 may wait long to get it back. Calls that only queue work, or ask, keep it.
 
-The context of the stream's device must be the thread's current one, as ``torch.cuda.set_device`` and
-``torch.cuda.set_stream`` make it.
+A thread binds a device before it makes other calls for it.
 """
 
 from __future__ import annotations
@@ -35,6 +34,9 @@ class CudaDriver:
         handle, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
         self._to_device = _function(keeping.cuMemcpyHtoDAsync_v2, address, handle, size, handle)
         self._from_device = _function(keeping.cuMemcpyDtoHAsync_v2, handle, address, size, handle)
+        self._context_retain = _function(keeping.cuDevicePrimaryCtxRetain, ctypes.POINTER(handle), ctypes.c_int)
+        self._context_set = _function(keeping.cuCtxSetCurrent, handle)
+        self._contexts: dict[int, int] = {}
         self._stream_create = _function(keeping.cuStreamCreate, ctypes.POINTER(handle), ctypes.c_uint)
         self._event_create = _function(keeping.cuEventCreate, ctypes.POINTER(handle), ctypes.c_uint)
         self._event_destroy = _function(keeping.cuEventDestroy_v2, handle)
@@ -43,6 +45,21 @@ class CudaDriver:
         self._event_synchronize = _function(releasing.cuEventSynchronize, handle)
         self._exchange_mode = _function(keeping.cuThreadExchangeStreamCaptureMode, ctypes.POINTER(ctypes.c_int))
         self._error_string = _function(keeping.cuGetErrorString, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
+
+    def bind(self, device: int) -> None:
+        """Make the context that PyTorch uses on a device, by index, the current one of this thread.
+
+        PyTorch itself does that with its first call of the CUDA runtime in a thread, and not before.
+        """
+        context = self._contexts.get(device)
+        if context is None:
+            found = ctypes.c_void_p()
+            # Retained for as long as the process lives, as by the CUDA runtime.
+            if error := self._context_retain(ctypes.byref(found), device):
+                self._fail(error, f"looking for the context of device {device}")
+            context = self._contexts[device] = found.value or 0
+        if error := self._context_set(context):
+            self._fail(error, f"binding device {device}")
 
     def to_device(self, device_address: int, host_address: int, nbytes: int, stream: int) -> None:
         """Queue a copy of `nbytes` from pinned host memory to a GPU."""
@@ -55,14 +72,14 @@ class CudaDriver:
             self._fail(error, f"copying {nbytes} bytes from the GPU to host memory")
 
     def create_stream(self) -> int:
-        """Return a new stream of the current device, which waits for no other."""
+        """Return a new stream of the bound device, which waits for no other."""
         stream = ctypes.c_void_p()
         if error := self._stream_create(ctypes.byref(stream), _STREAM_NON_BLOCKING):
             self._fail(error, "creating a stream")
         return stream.value or 0
 
     def create_event(self) -> int:
-        """Return a new event of the current device."""
+        """Return a new event of the bound device."""
         event = ctypes.c_void_p()
         if error := self._event_create(ctypes.byref(event), _EVENT_DISABLE_TIMING):
             self._fail(error, "creating an event")

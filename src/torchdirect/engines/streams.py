@@ -33,15 +33,14 @@ class StreamPool:
         self._free: dict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
 
     def take(self, device: torch.device) -> torch.cuda.Stream:
-        """Return a stream of `device`."""
+        """Return a stream of `device`, which is the current one of this thread."""
         with self._lock:
             if self._free[device]:
                 return self._free[device].pop()
         driver = cuda_driver()
         if driver is None:
             return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):
-            return torch.cuda.ExternalStream(driver.create_stream(), device)  # type: ignore[no-untyped-call]
+        return torch.cuda.ExternalStream(driver.create_stream(), device)  # type: ignore[no-untyped-call]
 
     def give_back(self, stream: torch.cuda.Stream) -> None:
         """Keep a stream that has done everything."""
@@ -129,7 +128,10 @@ class WorkerStreams:
             if not self._before:
                 self._before.append(torch.cuda.current_stream())
             self._before.append(torch.cuda.current_stream(device))
-            stream = self.streams[device] = stream_pool.take(device)
+            with torch.cuda.device(device):
+                if self.driver is not None:
+                    self.driver.bind(device.index)
+                stream = self.streams[device] = stream_pool.take(device)
             stream.wait_event(self.ready[device])
         if self._current != device:
             torch.cuda.set_stream(stream)
