@@ -13,7 +13,9 @@ import torch
 
 from torchdirect import memory
 from torchdirect.engines.base import EngineOptions, OpenFile, TransferState
+from torchdirect.engines.cached_runs import CachedRun, CachedRuns
 from torchdirect.engines.checksums import Checksums, PartChecksums
+from torchdirect.engines.cuda_driver import cuda_driver
 from torchdirect.engines.file_io import DirectRefusedError, read_into, write_all
 from torchdirect.engines.streams import Mark, QueuedWork, WorkerStreams, queued_work
 from torchdirect.engines.workers import Job, run_workers
@@ -60,17 +62,36 @@ class HostEngine:
         `queued` is given where the calling thread is not the one whose queued work counts.
         """
         state.total += sum(w.nbytes for w in windows)
-        job = Job(windows)
         ready = queued_work(tensors) if queued is None else queued
+        storages = _Storages(tensors)
+        runs, rest = self._cached_runs(file, windows, storages)
+        job = Job(rest)
         with self._lease(windows, pinned=bool(ready)) as lease:
-            storages = _Storages(tensors)
 
             def work() -> None:
                 reader = _Reader(self, file, storages, describe, checksums, state, lease, WorkerStreams(ready))
-                reader.run(job)
+                reader.run(job, runs)
 
             state.num_threads = self._workers(lease, windows)
             run_workers(job, [work] * state.num_threads, tick=self.tick)
+
+    def _cached_runs(
+        self, file: OpenFile, windows: Sequence[Window], storages: _Storages
+    ) -> tuple[CachedRuns, Sequence[Window]]:
+        """Split off the windows that the tight loop carries: each one run of bytes, all for the same GPU."""
+        devices = {storages.devices[w.extents[0].storage] for w in windows if len(w.extents) == 1} - {None}
+        cached = self.options.transfer_type is TransferType.CPU_CACHED_GPU
+        device = devices.pop() if cached and len(devices) == 1 and cuda_driver() is not None else None
+        if device is None:
+            return CachedRuns(), windows
+        runs, rest = [], []
+        for window in windows:
+            extent = window.extents[0]
+            if len(window.extents) == 1 and storages.devices[extent.storage] is not None:
+                runs.append(CachedRun(extent.file_offset, extent.nbytes, storages.address(extent), window))
+            else:
+                rest.append(window)
+        return CachedRuns(runs, file.fd, device), rest
 
     def write(
         self,
@@ -238,8 +259,10 @@ class _Reader(_Worker):
         self.describe = describe
         self.checksums = checksums
 
-    def run(self, job: Job[Window]) -> None:
+    def run(self, job: Job[Window], runs: CachedRuns) -> None:
         try:
+            if runs:
+                self._move_runs(job, runs)
             while (window := job.take()) is not None:
                 extents = window.extents
                 on_host = len(extents) == 1 and self.storages.devices[extents[0].storage] is None
@@ -249,6 +272,13 @@ class _Reader(_Worker):
         finally:
             # Also after an error: buffers go back to the pool only when no copy uses them.
             self.streams.end()
+
+    def _move_runs(self, job: Job[Window], runs: CachedRuns) -> None:
+        driver, device = self.streams.driver, runs.device
+        assert driver is not None and device is not None  # or there would be no runs
+        arrived = None if self.checksums is None else self._sum
+        stream = self.streams.use(device).cuda_stream
+        runs.move(job, self.next_buffer, driver, stream, self.state, self._fetch, arrived)
 
     def _what(self, extents: Sequence[Extent]) -> Callable[[], str]:
         """Return a function that names the tensors; the search is for messages only."""
@@ -293,6 +323,11 @@ class _Reader(_Worker):
 
     def _read_staged(self, window: Window) -> None:
         buffer = self.next_buffer()
+        self._fetch(window, buffer)
+        self._deliver(window, buffer)
+
+    def _fetch(self, window: Window, buffer: StagingBuffer) -> None:
+        """Read a window into a staging buffer."""
         what = self._what(window.extents)
         if self.direct:
             # Whole blocks: past the end of the file the kernel returns fewer bytes.
@@ -306,7 +341,6 @@ class _Reader(_Worker):
         if not self.direct:
             target = buffer.memory[: window.nbytes]
             read_into(self.file, self.file.fd, target, window.file_offset, window.nbytes, self.state, what)
-        self._deliver(window, buffer)
 
     def _deliver(self, window: Window, buffer: StagingBuffer) -> None:
         on_gpus = self.storages.on_gpus(window.extents)
@@ -317,8 +351,13 @@ class _Reader(_Worker):
             if self.storages.devices[extent.storage] is None:
                 source = buffer.address + extent.file_offset - window.file_offset
                 memory.copy(self.storages.address(extent), source, extent.nbytes)
-        if self.checksums is not None:  # while the copies run
-            data, start = buffer.memory, window.file_offset
+        if self.checksums is not None:
+            self._sum(window, buffer, window.file_offset)
+
+    def _sum(self, window: Window, buffer: StagingBuffer, start: int) -> None:
+        """Take the checksums of a window while its copies run; the buffer begins at file offset `start`."""
+        if self.checksums is not None:
+            data = buffer.memory
             self.checksums.add(window.extents, lambda e: data[e.file_offset - start : e.end - start])
 
     def _copy_to_gpu(
