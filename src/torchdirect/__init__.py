@@ -25,6 +25,7 @@ from torchdirect.lazy import CheckpointHandle, TensorSlice
 from torchdirect.lazy import open_checkpoint as open
 from torchdirect.memory import release_staging
 from torchdirect.patch import Patch, patch_torch
+from torchdirect.replicas import replicated
 from torchdirect.road import TransferFallbackWarning
 from torchdirect.sharded import load_sharded, save_sharded
 from torchdirect.tensor_file import TensorInfo
@@ -64,6 +65,7 @@ __all__ = [
     "patch_torch",
     "register_buffer",
     "release_staging",
+    "replicated",
     "safetensors",
     "save",
     "save_sharded",

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import torch
 
-from torchdirect import digests, memory, progress, publish, selection, system
+from torchdirect import digests, memory, progress, publish, replicas, selection, system
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline, make_engine, open_gpu_file
 from torchdirect.engines.base import EngineOptions, GpuFile, OpenFile, TransferState
@@ -242,6 +242,7 @@ class Reading:
             raise RuntimeError("pin_memory=True needs CUDA, and torch.cuda.is_available() is False; leave it out")
         self.path, self.fd, self.size = path, fd, size
         self.settings = settings
+        self.replicas = replicas.current()
         self.shared_state = state is not None
         self.state = TransferState() if state is None else state
         self._stack = contextlib.ExitStack()
@@ -294,10 +295,17 @@ class Reading:
         CorruptCheckpointError
             If the bytes of a tensor differ from their checksum.
         """
-        windows = read_windows(extents, chunk_bytes=self.options.chunk_bytes, file_size=self.size)
         seen = None if expected is None else PartChecksums([t.numel() for t in tensors])
-        engine = make_engine(self.options, self._tick)
-        engine.read(self._file, windows, tensors, describe, self.state, checksums=seen)
+
+        def read(wanted: Sequence[Extent]) -> None:
+            windows = read_windows(wanted, chunk_bytes=self.options.chunk_bytes, file_size=self.size)
+            engine = make_engine(self.options, self._tick)
+            engine.read(self._file, windows, tensors, describe, self.state, checksums=seen)
+
+        if self.replicas is None:
+            read(extents)
+        else:
+            self.replicas.fill(self.path, extents, tensors, read)
         if expected is not None and seen is not None:
             digests.check_loaded(self.path, extents, expected, tensors, seen, describe)
 
@@ -313,7 +321,11 @@ class Reading:
         path
             What was loaded, if that is more than this file.
         """
-        _report("load", path or self.path, self.settings, self.choice, self.options, self.state, nbytes, payload, start)
+        choice = self.choice
+        if self.replicas is not None:
+            shared = f"{choice.reason}; shared by {self.replicas.ranks} ranks"
+            choice = dataclasses.replace(choice, reason=shared)
+        _report("load", path or self.path, self.settings, choice, self.options, self.state, nbytes, payload, start)
 
 
 def write_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torchdirect import defaults, progress, publish, road, safetensors
+from torchdirect import defaults, progress, publish, replicas, road, safetensors
 from torchdirect.engines.base import TransferState
 from torchdirect.errors import CorruptCheckpointError
 from torchdirect.lazy import Device, as_device
@@ -123,11 +124,16 @@ def load_sharded(path: str | os.PathLike[str], device: Device = None, **settings
             readings.append(reading)
             return tensors
 
+        # Ranks that load together exchange their shares file by file, in the same order on every rank.
+        at_once = _SHARDS_AT_ONCE if replicas.current() is None else 1
         with (
             progress.shown(chosen.progress, f"loading {index}", state) as tick,
-            ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="torchdirect-shard") as pool,
+            ThreadPoolExecutor(at_once, thread_name_prefix="torchdirect-shard") as pool,
         ):
-            futures = [pool.submit(load, file, names) for file, names in zip(files, shards.values(), strict=True)]
+            futures = [
+                pool.submit(contextvars.copy_context().run, load, file, names)
+                for file, names in zip(files, shards.values(), strict=True)
+            ]
             try:
                 for future in futures:
                     while tick is not None and not wait([future], timeout=0.1).done:
