@@ -44,13 +44,17 @@ def checksums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the CRC-32 of one-dimensional uint8 tensors: on GPUs by the GPU, in host memory by several threads."""
     values = [0] * len(tensors)
     on_host: list[tuple[int, int, int]] = []
+    on_gpus: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         if tensor.is_cuda:
-            values[i] = device_checksum.crc32(tensor)
+            on_gpus.setdefault(tensor.device, []).append(i)
         else:
             on_host += [
                 (i, at, min(_PIECE_BYTES, tensor.numel() - at)) for at in range(0, tensor.numel(), _PIECE_BYTES)
             ]
+    for indices in on_gpus.values():
+        for i, value in zip(indices, device_checksum.crc32_of_all([tensors[i] for i in indices]), strict=True):
+            values[i] = value
 
     def piece(job: tuple[int, int, int]) -> int:
         i, at, nbytes = job
@@ -67,6 +71,19 @@ def checksums_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     for i, parts in pieces.items():
         values[i] = checksum.combine(parts)
     return values
+
+
+def taken_on_arrival(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether workers should take the checksums of what they load, or the GPU that has it in the end.
+
+    Parameters
+    ----------
+    tensors
+        One-dimensional uint8 tensors.
+    """
+    nbytes = sum(t.numel() for t in tensors)
+    large = nbytes >= max(device_checksum.COMPILE_FROM, len(tensors) * device_checksum.FOLD_FROM)
+    return not (large and all(t.is_cuda for t in tensors))
 
 
 def check_loaded(
@@ -88,7 +105,7 @@ def check_loaded(
     tensors
         Their bytes.
     seen
-        What workers have seen of them. The rest, which cuFile moved, is read once more, on the GPU.
+        What workers have seen of them. The rest is read once more, on the GPU.
     describe
         Names a storage for messages.
 

@@ -287,8 +287,8 @@ class Reading:
         describe
             Names tensor ``i`` for messages.
         expected
-            The CRC-32 of each tensor, or 0 where none is known; extent ``i`` is then all of tensor ``i``. Those of the
-            bytes that arrive are taken while they are in the CPU's caches.
+            The CRC-32 of each tensor, or 0 where none is known; extent ``i`` is then all of tensor ``i``. They are
+            taken of the bytes that arrive while these are in the CPU's caches, or of a lot on a GPU by the GPU.
 
         Raises
         ------
@@ -296,11 +296,12 @@ class Reading:
             If the bytes of a tensor differ from their checksum.
         """
         seen = None if expected is None else PartChecksums([t.numel() for t in tensors])
+        taken = seen if digests.taken_on_arrival(tensors) else None
 
         def read(wanted: Sequence[Extent]) -> None:
             windows = read_windows(wanted, chunk_bytes=self.options.chunk_bytes, file_size=self.size)
             engine = make_engine(self.options, self._tick)
-            engine.read(self._file, windows, tensors, describe, self.state, checksums=seen)
+            engine.read(self._file, windows, tensors, describe, self.state, checksums=taken)
 
         if self.replicas is None:
             read(extents)

@@ -5,11 +5,16 @@ inversion, and Z(k, x) the register x after k more zero bytes. For words of 32 b
 message with b replaced by ``Z(k, a) ^ b`` and a by zero has the same L, and leading zeros do not change L. So a long
 message folds, row onto row, to one short row with the same L, and the host takes the CRC of that. Z is applied by two
 lookups in tables of 2**16 entries, one for each half of the word.
+
+Where much is to be folded at once, PyTorch compiles a kernel that takes in seven rows, with the 32 columns of Z in its
+code; see `torch.cuda.jiterator`. It is kept on disk for later processes.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,6 +29,19 @@ RESIDUE_WORDS = 1 << 16
 
 FOLD_FROM = 4 << 20
 """Bytes from which folding on the GPU pays."""
+
+COMPILE_FROM = 1 << 30
+"""Bytes that are folded together from which a compiled kernel pays: the first process waits some 0.2 s for it."""
+
+COMPILED_ROW_WORDS = 1 << 19
+"""Words in the row of the compiled kernel: 2 MiB, enough for every thread of a large GPU."""
+
+_ROWS_AT_ONCE = 7  # jiterator takes eight tensors, and one is the row so far
+
+_GROUP = 256
+"""Tensors whose residues wait on a GPU at a time, in 64 MiB."""
+
+logger = logging.getLogger("torchdirect")
 
 _ONES = 0xFFFFFFFF
 
@@ -84,17 +102,83 @@ def fold(words: torch.Tensor) -> torch.Tensor:
     return row
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled(nbytes: int) -> Callable[..., torch.Tensor]:
+    """Return a function of a row and seven more, each `nbytes` behind the one before, that folds them onto the last."""
+    columns = "\n".join(
+        f"  r ^= (T)0x{advance(1 << bit, nbytes):08x} & -((x >> {bit}) & (T)1);" for bit in reversed(range(32))
+    )
+    rows = range(1, _ROWS_AT_ONCE + 1)
+    code = f"""
+template <typename T> T advance(T x) {{
+  T r = 0;
+{columns}
+  return r;
+}}
+template <typename T> T fold(T a, {", ".join(f"T b{i}" for i in rows)}) {{
+{"".join(f"  a = advance(a) ^ b{i};" for i in rows)}
+  return a;
+}}
+"""
+    function: Callable[..., torch.Tensor] = torch.cuda.jiterator._create_jit_fn(code)
+    return function
+
+
+def fold_compiled(words: torch.Tensor) -> torch.Tensor:
+    """Return what `fold` does, of `COMPILED_ROW_WORDS` words or more, by a compiled kernel."""
+    width, together = COMPILED_ROW_WORDS, _ROWS_AT_ONCE
+    ahead = words.numel() % width
+    rows = [words[start : start + width] for start in range(ahead, words.numel(), width)]
+    if ahead:
+        first = torch.zeros(width, dtype=torch.int32, device=words.device)
+        first[width - ahead :] = words[:ahead]
+        rows.insert(0, first)
+    if missing := -(len(rows) - 1) % together:
+        rows[:0] = [torch.zeros(width, dtype=torch.int32, device=words.device)] * missing
+    row, kernel = rows[0], _compiled(4 * width)
+    for i in range(1, len(rows), together):
+        row = kernel(row, *rows[i : i + together])
+    part = width // (together + 1)
+    return _compiled(4 * part)(*torch.split(row, part))
+
+
+def _fold(words: torch.Tensor, compiled: bool) -> torch.Tensor:
+    if compiled and words.numel() >= COMPILED_ROW_WORDS:
+        try:
+            return fold_compiled(words)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exc:  # no compiler here, or none that PyTorch can use: the tables do it too
+            logger.debug("cannot compile a kernel for checksums (%s); folding by tables", exc)
+    return fold(words)
+
+
 def crc32(data: torch.Tensor) -> int:
     """Return the CRC-32 of a one-dimensional uint8 tensor that covers a whole storage, on any device.
 
     Waits for the device. Falls back to copies through the host where GPU memory for the folding is missing.
     """
-    whole = data.numel() // 4 * 4
-    try:
-        residue = fold(data[:whole].view(torch.int32)).cpu()
-    except torch.OutOfMemoryError:
-        return _crc32_by_host(data)
-    nbytes = residue.numel() * 4
+    return crc32_of_all([data])[0]
+
+
+def crc32_of_all(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the CRC-32 of each of several tensors on one device; see `crc32`."""
+    values: list[int] = []
+    compiled = all(t.is_cuda for t in tensors) and sum(t.numel() for t in tensors) >= COMPILE_FROM
+    for start in range(0, len(tensors), _GROUP):
+        group = tensors[start : start + _GROUP]
+        try:
+            # All of them are queued before the first is waited for.
+            residues = [_fold(data[: data.numel() // 4 * 4].view(torch.int32), compiled) for data in group]
+            values += [_finish(data, residue.cpu()) for data, residue in zip(group, residues, strict=True)]
+        except torch.OutOfMemoryError:
+            values += [_crc32_by_host(data) for data in group]
+    return values
+
+
+def _finish(data: torch.Tensor, residue: torch.Tensor) -> int:
+    """Return the CRC-32 of `data` by what its words were folded to."""
+    whole, nbytes = data.numel() // 4 * 4, residue.numel() * 4
     crc = checksum.crc32(view(residue.data_ptr(), nbytes, writable=False))
     crc ^= advance(_ONES, nbytes) ^ advance(_ONES, whole)
     tail = bytes(data[whole:].tolist())
