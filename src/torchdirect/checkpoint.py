@@ -18,7 +18,7 @@ from typing import IO, Any, TypeGuard
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from torchdirect import defaults, memory, names, originals, publish, road, safetensors, selection
+from torchdirect import defaults, memory, names, originals, publish, road, selection
 from torchdirect.defaults import Settings
 from torchdirect.engines import inline
 from torchdirect.errors import CorruptCheckpointError, save_error
@@ -121,6 +121,8 @@ def save(
         return
     path = os.fspath(f)
     if path.endswith(".safetensors") and publish.is_replaceable(path):
+        from torchdirect import safetensors  # here, as most processes need no second format
+
         safetensors.check_tensors(obj)
         safetensors.write(obj, path, None, settings, start, align=False)  # type: ignore[arg-type]
         return
@@ -305,6 +307,8 @@ def load(
         status = os.fstat(fd)
         head = inline.read(fd, 512, 0) if stat.S_ISREG(status.st_mode) else b""
         if looks_like_safetensors(head):
+            from torchdirect import safetensors
+
             return safetensors.load_mapped(path, map_location, settings)
         if reason := _check_file(head, status, path):
             return with_torch(reason)

@@ -11,14 +11,16 @@ import logging
 import os
 import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from torchdirect import system
 from torchdirect.gds_facts import GdsFacts, device_number, gather
-from torchdirect.gds_proof import Proof, prove
 from torchdirect.system import DirectIO
+
+if TYPE_CHECKING:
+    from torchdirect.gds_proof import Proof
 
 __all__ = ["GdsStatus", "Objection", "conclude", "gds_status", "judge", "objections", "p2pdma_objection", "reset"]
 
@@ -360,6 +362,8 @@ def _try(place: str | int) -> Proof:
         current = torch.cuda.current_device()
         if torch.cuda.mem_get_info(current)[0] >= _SPARE_BYTES:
             gpu = current
+    from torchdirect.gds_proof import prove  # here, as it needs the binding of libcufile and few machines get this far
+
     return prove(place, gpu=gpu)
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchdirect import gds_proof, system
 from torchdirect import gds_status as module
-from torchdirect import system
 from torchdirect.cufile import child
 from torchdirect.gds_facts import NvidiaDriver, Tree, cufile_config, disk_below, ext4_journal, gather
 from torchdirect.gds_proof import GpuTransfer, Proof, judge, prove, trial_file
@@ -448,7 +448,7 @@ def asked(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return Proof(True, forbade_compatibility=True, driver_opened=True)
 
     monkeypatch.setattr(module, "gather", lambda *arguments: machine.facts())
-    monkeypatch.setattr(module, "prove", trial)
+    monkeypatch.setattr(gds_proof, "prove", trial)
     module.reset()
     yield tried
     module.reset()
