@@ -66,7 +66,7 @@ def fuzz_pickle(data: bytes) -> None:
     describer(index.root, [reference.key for reference in index.references])
     if index.plain and not index.references:
         with contextlib.suppress(Exception):  # torch.load gives the verdict then
-            rebuild_plain(data, lambda _: None)  # type: ignore[arg-type, return-value]
+            rebuild_plain(index, lambda _: None)  # type: ignore[arg-type, return-value]
 
 
 def fuzz_safetensors(data: bytes) -> None:

@@ -47,7 +47,36 @@ def test_plain_pickles_are_rebuilt_as_torch_does(name: str) -> None:
     if not index.plain:
         pytest.skip("left to torch.load")
     storages = [torch.UntypedStorage(bytearray(r)) if r else torch.UntypedStorage(0) for r in records]  # type: ignore[no-untyped-call]
-    assert same(rebuild_plain(data, lambda reference: storages[int(reference.key)]), obj)
+    assert same(rebuild_plain(index, lambda reference: storages[int(reference.key)]), obj)
+
+
+def test_what_is_one_object_stays_one() -> None:
+    tensor, inner = torch.ones(3), [1, 2.5, None, True]
+    obj = {"a": tensor, "b": [tensor, inner], "c": (inner, (tensor,)), "p": torch.nn.Parameter(tensor[:2])}
+    obj["self"] = obj
+    data, records = saved(obj)
+    storages = [torch.UntypedStorage(bytearray(r)) for r in records]  # type: ignore[no-untyped-call]
+    made = rebuild_plain(index_pickle(data), lambda reference: storages[int(reference.key)])
+    assert made["self"] is made
+    assert made["a"] is made["b"][0] is made["c"][1][0]
+    assert made["b"][1] is made["c"][0] and made["b"][1] == inner
+    assert isinstance(made["p"], torch.nn.Parameter) and made["p"].data_ptr() == made["a"].data_ptr()
+    assert made["p"].requires_grad and not made["a"].requires_grad
+    assert made["a"]._backward_hooks == collections.OrderedDict()
+
+
+def test_in_place_changes_of_one_tensor_leave_the_versions_of_others_alone() -> None:
+    data, records = saved([torch.ones(2), torch.ones(2)])
+    storages = [torch.UntypedStorage(bytearray(r)) for r in records]  # type: ignore[no-untyped-call]
+    first, second = rebuild_plain(index_pickle(data), lambda reference: storages[int(reference.key)])
+    version = second._version
+    first.add_(1)
+    assert second._version == version and not second._is_view()
+
+
+def test_strings_of_python_2_are_left_to_torch() -> None:
+    assert index_pickle(b"\x80\x02X\2\0\0\0hi.").plain
+    assert not index_pickle(b"\x80\x02U\2hi.").plain
 
 
 def test_state_dicts_are_plain_and_code_is_not() -> None:
@@ -86,7 +115,7 @@ def test_nothing_of_the_file_runs(protocol: int, tmp_path: Path, monkeypatch: py
                 continue
         assert not index.plain
         with pytest.raises((AttributeError, TypeError, UnsupportedPickleError, pickle.UnpicklingError)):
-            rebuild_plain(data, lambda _: pytest.fail("no storage is there"))
+            rebuild_plain(index, lambda _: pytest.fail("no storage is there"))
     assert not marker.exists()
 
 

@@ -39,12 +39,13 @@ def write(
 
 def read(path_or_fd: int, nbytes: int, offset: int) -> bytes:
     """Read up to `nbytes` at `offset`, fewer only at the end of the file."""
-    parts = []
-    while nbytes > 0:
-        data = os.pread(path_or_fd, nbytes, offset)
-        if not data:
-            break
-        parts.append(data)
+    data = os.pread(path_or_fd, nbytes, offset)
+    if len(data) == nbytes or not data:
+        return data
+    parts = [data]
+    while data:
         nbytes -= len(data)
         offset += len(data)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        data = os.pread(path_or_fd, nbytes, offset) if nbytes else b""
+        parts.append(data)
+    return b"".join(parts)

@@ -1,18 +1,19 @@
 """Scanning ``data.pkl`` without running anything of it: which storages it refers to, in which order.
 
 The scan is an ordinary unpickling in which every global resolves to an inert stub, so a pickle can build containers
-and numbers but can neither import nor call anything.
+and numbers but can neither import nor call anything. The object of a plain pickle is made from what the scan found.
 """
 
 from __future__ import annotations
 
+import collections
 import copyreg
 import functools
 import io
 import pickle
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,9 +52,8 @@ _NO_ITEMS: list[Any] = []  # most stubs get none, and a list for each would be h
 
 @dataclass
 class _Record:
-    """What one scan saw: every stub that it made, and whether a stub was used as no plain state dict uses it."""
+    """What one scan saw: whether a stub was used as no plain state dict uses it."""
 
-    stubs: list[Inert] = field(default_factory=list)
     unusual: bool = False
 
 
@@ -73,7 +73,6 @@ class Inert:
         self.args = args
         self.items = _NO_ITEMS
         self.state = None
-        cls.record.stubs.append(self)
         if kwargs:
             cls.record.unusual = True
         return self
@@ -101,7 +100,8 @@ class Inert:
     extend = append
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, here and in its like: with 100,000 storages the assignments of a frozen one take a tenth of the index.
+@dataclass(slots=True, eq=False)
 class StorageReference:
     """One persistent id of the pickle.
 
@@ -136,8 +136,8 @@ class PickleIndex:
     global_names
         ``module.name`` of everything that a real unpickling would import.
     plain
-        Whether it holds nothing but containers, numbers, strings, tensors and parameters, so that `rebuild_plain`
-        makes of it exactly what PyTorch's unpicklers make.
+        Whether it imports nothing but what containers, numbers, strings, tensors and parameters need, so that
+        `rebuild_plain` makes of it exactly what PyTorch's unpicklers make, or refuses it.
     """
 
     references: tuple[StorageReference, ...]
@@ -209,8 +209,10 @@ _LINES = {**dict.fromkeys(b"FILPgpSV", 1), **dict.fromkeys(b"ci", 2)}
 """Opcodes with arguments that end with a line, and how many lines."""
 
 
-def _check_opcodes(data: bytes) -> None:
+def _check_opcodes(data: bytes) -> bool:
     """Refuse a pickle that would take memory out of all proportion to its length.
+
+    Returns whether it holds byte strings of Python 2, whose text depends on the unpickler.
 
     Raises
     ------
@@ -218,6 +220,7 @@ def _check_opcodes(data: bytes) -> None:
         With the place.
     """
     at, end = 0, len(data)
+    python2 = False
     harmless = _harmless(min(end >> 16, 0xFFFE))
     while True:
         found = harmless.match(data, at)
@@ -226,7 +229,8 @@ def _check_opcodes(data: bytes) -> None:
             raise UnsupportedPickleError(f"no end within {end} bytes")
         opcode = data[at]
         if opcode == 0x2E:  # STOP
-            return
+            return python2
+        python2 = python2 or opcode in b"STU"
         if (width := _COUNTED.get(opcode)) is not None:
             count = int.from_bytes(data[at + 1 : at + 1 + width], "little")
             following = at + 1 + width + count
@@ -260,7 +264,7 @@ def index_pickle(data: bytes) -> PickleIndex:
     if getattr(copyreg, "_inverted_registry", None):
         # An extension code resolves through a cache of real objects and would not pass find_class.
         raise UnsupportedPickleError("extension codes are registered in this process")
-    _check_opcodes(data)
+    python2 = _check_opcodes(data)
     unpickler = _IndexUnpickler(data)
     try:
         root = unpickler.load()
@@ -269,115 +273,139 @@ def index_pickle(data: bytes) -> PickleIndex:
     except Exception as exc:  # a hostile pickle can fail in any way; PyTorch's loader gives the verdict
         raise UnsupportedPickleError(f"{type(exc).__name__}: {exc}") from exc
     names = tuple(f"{module}.{name}" for module, name in unpickler.classes)
-    plain = not unpickler.record.unusual and _is_plain(data, names, unpickler.record.stubs)
+    # Protocol 2 is torch.save's default, and the newest whose every opcode the weights-only unpickler knows.
+    plain = data[:2] == b"\x80\x02" and not python2 and not unpickler.record.unusual and _PLAIN_NAMES.issuperset(names)
     return PickleIndex(tuple(unpickler.references), root, names, plain)
 
 
 # A state dict holds little but tensors, and PyTorch's weights-only unpickler, written in Python, takes most of the
-# time that 20,000 of them need. Where the scan has shown that a pickle consists of the following and nothing else, the
-# interpreter's own unpickler makes the same object of it, and can as little be misused: it can call nothing but these.
+# time that 20,000 of them need. Where the pickle imports nothing but the following, the same object is made from what
+# the scan found, without unpickling it again; and it can as little be misused: nothing is called but these.
 
-_REBUILD_TENSOR = "torch._utils._rebuild_tensor_v2"
-_REBUILD_PARAMETER = "torch._utils._rebuild_parameter"
-_ORDERED_DICT = "collections.OrderedDict"
-_PLAIN_CALLABLES = {_REBUILD_TENSOR, _REBUILD_PARAMETER, _ORDERED_DICT}
-_STORAGE_NAMES = {f"torch.{name}" for name in STORAGE_DTYPES}
+_REBUILD_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
+_REBUILD_PARAMETER = ("torch._utils", "_rebuild_parameter")
+_ORDERED_DICT = ("collections", "OrderedDict")
+_PLAIN_NAMES = {".".join(name) for name in (_REBUILD_TENSOR, _REBUILD_PARAMETER, _ORDERED_DICT)}
+_PLAIN_NAMES |= {f"torch.{name}" for name in STORAGE_DTYPES}
 
-
-def _is_plain(data: bytes, names: Sequence[str], stubs: Sequence[Inert]) -> bool:
-    # Protocol 2 is torch.save's default, and the newest whose every opcode the weights-only unpickler knows.
-    if data[:2] != b"\x80\x02" or not _PLAIN_CALLABLES.union(_STORAGE_NAMES).issuperset(names):
-        return False
-    return all(_is_plain_stub(stub) for stub in stubs)
+_ATOMS = frozenset({str, int, float, bool, type(None)})
 
 
-def _is_plain_stub(stub: Inert) -> bool:
-    name, args = f"{stub.module}.{stub.qualname}", stub.args
-    if name == _ORDERED_DICT:
-        # A module's state_dict() carries its _metadata as an attribute of the dictionary.
-        return not args and (
-            stub.state is None or (type(stub.state) is dict and all(type(k) is str for k in stub.state))
-        )
-    if stub.state is not None or stub.items:
-        return False
-    if name == _REBUILD_TENSOR:
-        return (
-            len(args) == 6
-            and type(args[0]) is StorageReference
-            and type(args[1]) is int
-            and _are_integers(args[2])
-            and _are_integers(args[3])
-            and type(args[4]) is bool
-            and _is_stub_of(args[5], _ORDERED_DICT)
-        )
-    if name == _REBUILD_PARAMETER:
-        return (
-            len(args) == 3
-            and _is_stub_of(args[0], _REBUILD_TENSOR)
-            and type(args[1]) is bool
-            and _is_stub_of(args[2], _ORDERED_DICT)
-        )
-    return False
+class _Rebuilder:
+    """Makes the object of a plain pickle from its index; what is one object there is one object here."""
 
-
-def _are_integers(values: Any) -> bool:
-    return type(values) is tuple and all(type(value) is int for value in values)
-
-
-def _is_stub_of(value: Any, name: str) -> bool:
-    return isinstance(value, Inert) and f"{value.module}.{value.qualname}" == name
-
-
-def _rebuild_tensor(
-    storage: tuple[torch.UntypedStorage, torch.dtype],
-    storage_offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    requires_grad: bool,
-    backward_hooks: Any,
-) -> torch.Tensor:
-    """Do what ``torch._utils._rebuild_tensor_v2`` does, without asking for FakeTensorMode at every tensor."""
-    untyped, dtype = storage
-    tensor = torch.empty((0,), dtype=dtype, device=untyped.device).set_(untyped, storage_offset, size, stride)
-    tensor.requires_grad = requires_grad
-    tensor._backward_hooks = backward_hooks
-    return tensor
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, provide: Callable[[StorageReference], torch.UntypedStorage]) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, provide: Callable[[StorageReference], torch.UntypedStorage]) -> None:
         self._provide = provide
-        self._loaded: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._made: dict[int, Any] = {}  # by the id of what stands for it in the index, which keeps that alive
+        self._storages: dict[str, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._prototypes: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def find_class(self, module: str, name: str) -> Any:
-        full_name = f"{module}.{name}"
-        if full_name == _REBUILD_TENSOR:
-            return _rebuild_tensor
-        if full_name in _STORAGE_NAMES:
-            return name
-        if full_name not in _PLAIN_CALLABLES:
-            raise pickle.UnpicklingError(f"{full_name} is not part of a plain state dict")
-        return super().find_class(module, name)
+    def make(self, found: Any) -> Any:
+        """Return what a value of the index stands for."""
+        kind = type(found)
+        if kind in _ATOMS:
+            return found
+        made = self._made.get(id(found))
+        if made is not None:
+            return made
+        if kind is dict:
+            made = self._made[id(found)] = {}
+            for key, value in found.items():
+                made[self.make(key)] = self.make(value)
+        elif kind is list:
+            made = self._made[id(found)] = []
+            made.extend(map(self.make, found))
+        elif kind is tuple:
+            made = self._made[id(found)] = tuple(map(self.make, found))
+        elif isinstance(found, Inert):
+            made = self._make_stub(found, (found.module, found.qualname))
+        else:
+            raise UnsupportedPickleError(f"a {kind.__name__} is not part of a plain state dict")
+        return made
 
-    def persistent_load(self, saved_id: Any) -> tuple[torch.UntypedStorage, torch.dtype]:
-        _, type_name, key, location, numel = saved_id
-        loaded = self._loaded.get(key)
+    def _make_stub(self, stub: Inert, name: tuple[str, str]) -> Any:
+        if name == _ORDERED_DICT:
+            made = self._made[id(stub)] = collections.OrderedDict()
+            if stub.args or not (stub.state is None or type(stub.state) is dict):
+                raise UnsupportedPickleError("an OrderedDict with arguments, or with a state of its own kind")
+            for key, value in stub.items:
+                made[self.make(key)] = self.make(value)
+            if stub.state:  # a module's state_dict() carries its _metadata as an attribute of the dictionary
+                made.__dict__.update(self.make(stub.state))
+            return made
+        if stub.items or stub.state is not None:
+            raise UnsupportedPickleError("a tensor with items or state")
+        if name == _REBUILD_TENSOR:
+            rebuilt = self._make_tensor(*stub.args)
+        elif name == _REBUILD_PARAMETER:
+            rebuilt = self._make_parameter(*stub.args)
+        else:
+            raise UnsupportedPickleError(f"{'.'.join(name)} is not part of a plain state dict")
+        self._made[id(stub)] = rebuilt
+        return rebuilt
+
+    def _make_tensor(
+        self,
+        reference: Any,
+        storage_offset: Any,
+        size: Any,
+        stride: Any,
+        requires_grad: Any,
+        hooks: Any,
+    ) -> torch.Tensor:
+        """Do what ``torch._utils._rebuild_tensor_v2`` does, without asking for FakeTensorMode at every tensor.
+
+        PyTorch itself checks that offset, size and stride are numbers and stay within the storage.
+        """
+        if type(reference) is not StorageReference or type(requires_grad) is not bool or not _are_no_hooks(hooks):
+            raise UnsupportedPickleError("a tensor with arguments of other types than torch.save writes")
+        loaded = self._storages.get(reference.key)
         if loaded is None:
-            dtype = STORAGE_DTYPES[type_name]
-            storage = self._provide(StorageReference(key, location, numel * dtype.itemsize, type_name))
-            loaded = storage, dtype
-            if storage.nbytes():
-                self._loaded[key] = loaded
-        return loaded
+            loaded = self._load(reference)
+        storage, prototype = loaded
+        tensor = prototype.new_empty(0).set_(storage, storage_offset, size, stride)
+        if requires_grad:
+            tensor.requires_grad = True
+        tensor._backward_hooks = collections.OrderedDict()
+        return tensor
+
+    def _make_parameter(self, data: Any, requires_grad: Any, hooks: Any) -> torch.Tensor:
+        is_tensor = isinstance(data, Inert) and (data.module, data.qualname) == _REBUILD_TENSOR
+        if not is_tensor or type(requires_grad) is not bool or not _are_no_hooks(hooks):
+            raise UnsupportedPickleError("a parameter with arguments of other types than torch.save writes")
+        made: torch.Tensor = torch._utils._rebuild_parameter(  # type: ignore[no-untyped-call]
+            self.make(data), requires_grad, collections.OrderedDict()
+        )
+        return made
+
+    def _load(self, reference: StorageReference) -> tuple[torch.UntypedStorage, torch.Tensor]:
+        """Return the storage, and an empty tensor of its dtype on its device: those are made fastest from another."""
+        storage = self._provide(reference)
+        of = STORAGE_DTYPES[reference.type_name], storage.device
+        prototype = self._prototypes.get(of)
+        if prototype is None:
+            prototype = self._prototypes[of] = torch.empty(0, dtype=of[0], device=of[1])
+        if reference.nbytes:
+            self._storages[reference.key] = storage, prototype
+        return storage, prototype
 
 
-def rebuild_plain(data: bytes, provide: Callable[[StorageReference], torch.UntypedStorage]) -> Any:
-    """Unpickle a pickle whose index says that it is plain, over storages that are already full.
+def _are_no_hooks(value: Any) -> bool:
+    """Whether a value of the index is an empty ordered dictionary, as plain tensors carry it."""
+    return (
+        isinstance(value, Inert)
+        and value.qualname == "OrderedDict"
+        and value.module == "collections"
+        and not (value.args or value.items or value.state)
+    )
+
+
+def rebuild_plain(index: PickleIndex, provide: Callable[[StorageReference], torch.UntypedStorage]) -> Any:
+    """Make the object of a pickle whose index says that it is plain, over storages that are already full.
 
     Raises
     ------
     Exception
         Of any kind, if it is not plain after all.
     """
-    return _PlainUnpickler(data, provide).load()
+    return _Rebuilder(provide).make(index.root)

@@ -275,7 +275,7 @@ class NotCarriedError(Exception):
     """The file is one that torchdirect leaves to ``torch.load``; the message says why."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredStorage:
     """One storage in the file.
 
@@ -507,7 +507,7 @@ def unpickle(
     """
     if index.pickle.plain and not callable(map_location) and _default_unpickling(pickle_module, load_arguments):
         with contextlib.suppress(Exception):  # torch.load below gives the verdict, and its error
-            return rebuild_plain(index.data_pkl, provide)
+            return rebuild_plain(index.pickle, provide)
     _register_hand_over()
     handover = _Handover(index.pickle.references, provide)
     with _skeleton_file(_skeleton(index)) as path:

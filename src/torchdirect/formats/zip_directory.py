@@ -30,7 +30,7 @@ STORED = 0
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Entry:
     """One record as the central directory describes it.
 
@@ -119,15 +119,16 @@ def payload_offset(read_at: ReadAt, entry: Entry, file_size: int, path: str) -> 
         If the header is not one, names another record, or leaves no room for the payload.
     """
     name = entry.name.encode()
-    header = read_at(entry.header_offset, _LOCAL.size + len(name))
-    if len(header) < _LOCAL.size + len(name):
+    name_end = _LOCAL.size + len(name)
+    header = read_at(entry.header_offset, name_end)
+    if len(header) < name_end:
         raise _corrupt(path, entry.header_offset, f"the header of record {entry.name!r} is cut short")
     fields = _LOCAL.unpack_from(header)
     if fields[0] != LOCAL_SIGNATURE:
         raise _corrupt(path, entry.header_offset, f"the header of record {entry.name!r} has a wrong signature")
-    if header[_LOCAL.size :] != name or fields[9] != len(name):
+    if fields[9] != len(name) or not header.endswith(name):
         raise _corrupt(path, entry.header_offset, f"the header of record {entry.name!r} names another record")
-    start = entry.header_offset + _LOCAL.size + int(fields[9]) + int(fields[10])
+    start: int = entry.header_offset + name_end + fields[10]
     if start + entry.nbytes > file_size:
         raise _corrupt(
             path, start, f"record {entry.name!r} claims {entry.nbytes} bytes; the file ends after {file_size - start}"
