@@ -20,9 +20,10 @@ import torch
 
 from torchdirect import checksum, originals
 from torchdirect.errors import CorruptCheckpointError
-from torchdirect.formats import zip_layout
+from torchdirect.formats import plain_pickle, zip_layout
 from torchdirect.formats.layout import FileLayout
-from torchdirect.formats.pickle_index import STORAGE_DTYPES, PickleIndex, StorageReference, index_pickle, rebuild_plain
+from torchdirect.formats.pickle_index import PickleIndex, StorageReference, index_pickle, rebuild_plain
+from torchdirect.formats.plain_pickle import PLAIN_STORAGES, is_plain_tensor
 from torchdirect.formats.zip_directory import STORED, Entry, ReadAt, payload_offset, read_directory
 from torchdirect.plan import Extent, Gap
 
@@ -55,30 +56,9 @@ class _PlainStorage:
         self.dtype = dtype
 
 
-# Named tensors have left PyTorch; where they still exist, its own reduction refuses them.
-_has_names = getattr(torch.Tensor, "has_names", lambda tensor: False)
-
-_PLAIN_STORAGES = {
-    dtype: getattr(torch, name)
-    for name, dtype in STORAGE_DTYPES.items()
-    if name != "UntypedStorage" and "Q" not in name
-}
-
-
 def _reduce_plain(tensor: torch.Tensor) -> Any:
     """Reduce an ordinary tensor as ``Tensor.__reduce_ex__`` does, at a third of its time; leave any other to it."""
-    if (
-        tensor.device.type not in ("cpu", "cuda")
-        or tensor.layout is not torch.strided
-        or tensor.dtype not in _PLAIN_STORAGES
-        or tensor.is_nested
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or _has_names(tensor)
-        or tensor._backward_hooks
-        or tensor.__dict__
-        or tensor._is_zerotensor()
-    ):
+    if not is_plain_tensor(tensor):
         return NotImplemented
     storage = _PlainStorage(tensor.untyped_storage(), tensor.dtype)
     size, stride = tuple(tensor.size()), tensor.stride()
@@ -95,6 +75,13 @@ def pickle_object(obj: object, pickle_module: Any, pickle_protocol: int) -> Pick
     RuntimeError
         If two tensors see the same memory as different dtypes, which the format cannot express.
     """
+    if pickle_module is pickle and pickle_protocol == plain_pickle.PROTOCOL:
+        with contextlib.suppress(plain_pickle.NotPlainError):
+            return PickledObject(*plain_pickle.dumps(obj))
+    return _pickle_any(obj, pickle_module, pickle_protocol)
+
+
+def _pickle_any(obj: object, pickle_module: Any, pickle_protocol: int) -> PickledObject:
     storages: dict[str, torch.UntypedStorage] = {}
     keys: dict[int, str] = {}
     dtypes: dict[int, torch.dtype] = {}
@@ -102,7 +89,7 @@ def pickle_object(obj: object, pickle_module: Any, pickle_protocol: int) -> Pick
     def storage_id(candidate: Any) -> tuple[Any, ...]:
         if isinstance(candidate, _PlainStorage):
             storage, dtype = candidate.storage, candidate.dtype
-            storage_type, numel = _PLAIN_STORAGES[dtype], storage.nbytes() // dtype.itemsize
+            storage_type, numel = PLAIN_STORAGES[dtype], storage.nbytes() // dtype.itemsize
         elif isinstance(candidate, torch.storage.TypedStorage):
             storage = candidate._untyped_storage
             dtype = candidate.dtype
