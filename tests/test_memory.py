@@ -56,6 +56,22 @@ def test_buffers_are_reused_and_released() -> None:
     assert pool.nbytes == 0
 
 
+def test_larger_buffers_serve_smaller_calls_within_the_bound() -> None:
+    pool, limit = StagingPool(), 256 * KIB
+    with pool.lease(2, 64 * KIB, pinned=False, limit=limit) as lease:
+        large = {lease.take().address for _ in range(2)}
+    with pool.lease(4, 32 * KIB, pinned=False, limit=limit) as lease:
+        taken = [lease.take() for _ in range(4)]
+        assert large < {b.address for b in taken}, "a free buffer was not used"
+        assert pool.nbytes == sum(b.nbytes for b in taken) == 192 * KIB
+    assert pool._reserved == 0
+    with pool.lease(8, 32 * KIB, pinned=False, limit=limit) as lease:  # all of the limit: no room for any excess
+        assert {lease.take().nbytes for _ in range(8)} == {32 * KIB}
+    with pool.lease(1, 8 * KIB, pinned=False, limit=limit) as lease:
+        assert lease.take().nbytes == 8 * KIB, "four times the size is kept for others"
+    pool.release()
+
+
 def test_the_bound_holds_for_all_calls_together() -> None:
     pool, limit = StagingPool(), 256 * KIB
     worst: list[int] = []

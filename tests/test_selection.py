@@ -68,7 +68,7 @@ def test_threads_and_chunks() -> None:
         return selection.threads_and_chunk(TransferType[transfer_type], situation, None, None, 256 * MIB)
 
     assert sizes("CPU_ASYNC_GPU") == (8, 8 * MIB)
-    assert sizes("CPU_CACHED_GPU") == (12, 4 * MIB)
+    assert sizes("CPU_CACHED_GPU") == (10, 4 * MIB)
     assert sizes("CPU_CACHED_GPU", on_gpu=False, on_host=True) == (12, 8 * MIB)
     assert sizes("CPU_CACHED_GPU", cpus=2) == (2, 4 * MIB)
     assert sizes("CPU_ASYNC_GPU", cpus=2) == (4, 8 * MIB)

@@ -131,6 +131,10 @@ class StagingBuffer:
             pass
 
 
+_LARGEST_EXCESS = 2
+"""How many times the size asked for a free buffer may have: unpinning it and pinning another costs more."""
+
+
 class StagingPool:
     """Staging buffers of one process, reused between calls, bounded in sum.
 
@@ -181,11 +185,16 @@ class StagingPool:
             lease.end()
 
     def _take(self, nbytes: int, pinned: bool, limit: int) -> StagingBuffer:
+        """Return a buffer of at least `nbytes`, of which that many are reserved; what it has more is reserved here."""
         surplus: list[StagingBuffer] = []
         with self._condition:
-            for i, buffer in enumerate(self._free):
-                if buffer.nbytes == nbytes and buffer.pinned == pinned:
-                    return self._free.pop(i)
+            largest = min(_LARGEST_EXCESS * nbytes, nbytes + limit - self._reserved)
+            fitting = [b for b in self._free if nbytes <= b.nbytes <= max(nbytes, largest) and b.pinned == pinned]
+            if fitting:
+                buffer = min(fitting, key=lambda b: b.nbytes)
+                self._free.remove(buffer)
+                self._reserved += buffer.nbytes - nbytes
+                return buffer
             while self._free and self._reserved + sum(b.nbytes for b in self._free) > limit:
                 surplus.append(self._free.pop(0))
         for buffer in surplus:
@@ -235,7 +244,8 @@ class Lease:
         """Return every buffer. The caller has waited for all copies that use them."""
         buffers = [b for b in self._taken if b is not None]
         self._taken = []
-        self._pool._give_back(buffers, self.count * self.nbytes, self._limit)
+        excess = sum(b.nbytes - self.nbytes for b in buffers)
+        self._pool._give_back(buffers, self.count * self.nbytes + excess, self._limit)
 
 
 staging_pool = StagingPool()

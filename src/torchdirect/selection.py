@@ -154,7 +154,10 @@ def threads_and_chunk(
         while chunk_bytes > staging_bytes // 4 and chunk_bytes > MIB:
             chunk_bytes //= 2
     if num_threads is None:
-        num_threads = min(12, s.cpus) if cached else min(8, max(4, s.cpus))
+        if cached:
+            num_threads = min(10 if s.on_gpu and s.operation == "load" else 12, s.cpus)
+        else:
+            num_threads = min(8, max(4, s.cpus))
         if s.nbytes < _SMALL_STORAGE_BYTES * s.storages:
             num_threads = min(2, num_threads)
         # Less than a window for every worker is not worth a thread.
