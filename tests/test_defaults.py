@@ -48,6 +48,10 @@ def test_a_block_is_for_its_own_thread() -> None:
         ("progress", "0", False),
         ("gds_compat", "Forbid", "forbid"),
         ("gds_backend", "kvikio", "kvikio"),
+        ("staging", "Device", "device"),
+        ("snapshot_bytes", "2g", 2 << 30),
+        ("snapshot_bytes", "auto", None),
+        ("pending", "refuse", "refuse"),
     ],
 )
 def test_values_from_the_environment(name: str, text: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +66,7 @@ def test_values_from_the_environment(name: str, text: str, value: Any, monkeypat
         ("fallback", "maybe"), ("num_threads", 0), ("num_threads", 2000), ("num_threads", 1.5), ("num_threads", True),
         ("chunk_bytes", 5000), ("chunk_bytes", "2GiB"), ("chunk_bytes", -4096), ("staging_bytes", 4096),
         ("durable", "perhaps"), ("durable", 2), ("checksum", "x"), ("progress", 3), ("gds_compat", "deny"),
-        ("gds_backend", "spdk"),
+        ("gds_backend", "spdk"), ("staging", "disk"), ("snapshot_bytes", 10), ("pending", "queue"),
     ],
 )  # fmt: skip
 def test_bad_values_are_named(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchdirect import safetensors
+    from torchdirect.background import save_async
     from torchdirect.checkpoint import load, save
     from torchdirect.conversion import Converted, convert
     from torchdirect.defaults import Settings, settings
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         CorruptCheckpointError,
         LoadError,
         SaveError,
+        SavePendingError,
         SettingsError,
         TorchDirectError,
         TransferUnavailableError,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from torchdirect.lazy import open_checkpoint as open
     from torchdirect.memory import release_staging
     from torchdirect.patch import Patch, patch_torch
+    from torchdirect.pending import PendingSave
     from torchdirect.replicas import replicated
     from torchdirect.road import TransferFallbackWarning
     from torchdirect.sharded import load_sharded, save_sharded
@@ -46,7 +49,9 @@ __all__ = [
     "DirectFile",
     "LoadError",
     "Patch",
+    "PendingSave",
     "SaveError",
+    "SavePendingError",
     "Settings",
     "SettingsError",
     "StreamTransfer",
@@ -72,12 +77,14 @@ __all__ = [
     "replicated",
     "safetensors",
     "save",
+    "save_async",
     "save_sharded",
     "settings",
     "verify",
 ]
 
 _MODULES = {
+    "background": ("save_async",),
     "checkpoint": ("load", "save"),
     "conversion": ("Converted", "convert"),
     "defaults": ("Settings", "settings"),
@@ -86,6 +93,7 @@ _MODULES = {
         "CorruptCheckpointError",
         "LoadError",
         "SaveError",
+        "SavePendingError",
         "SettingsError",
         "TorchDirectError",
         "TransferUnavailableError",
@@ -95,6 +103,7 @@ _MODULES = {
     "lazy": ("CheckpointHandle", "TensorSlice", "open"),
     "memory": ("release_staging",),
     "patch": ("Patch", "patch_torch"),
+    "pending": ("PendingSave",),
     "replicas": ("replicated",),
     "road": ("TransferFallbackWarning",),
     "sharded": ("load_sharded", "save_sharded"),

@@ -12,7 +12,8 @@ import pickle
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import IO, Any, TypeGuard
 
 import torch
@@ -23,8 +24,10 @@ from torchdirect.defaults import Settings
 from torchdirect.engines import inline
 from torchdirect.errors import CorruptCheckpointError, save_error
 from torchdirect.formats import torch_zip
+from torchdirect.formats.layout import FileLayout
 from torchdirect.formats.pickle_index import StorageReference, UnsupportedPickleError
 from torchdirect.formats.safetensors import looks_like as looks_like_safetensors
+from torchdirect.pending import writer
 from torchdirect.plan import Extent
 from torchdirect.transfer import TransferReport, TransferType
 from torchdirect.units import MIB
@@ -66,7 +69,7 @@ def save(
 
     The file is an ordinary PyTorch checkpoint, or, if its name ends in ``.safetensors``, a safetensors file. It appears
     under its name only when it is complete; until then, and after any failure, an older file of that name stays as it
-    was.
+    was. A background save to the same path that is pending (`save_async`) comes first.
 
     Parameters
     ----------
@@ -115,34 +118,72 @@ def save(
         progress=progress,
     )
     save_arguments = (pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
-    if not _is_path(f):
+    if not is_path(f):
         originals.save(obj, f, *save_arguments)
-        _report_torch("save", f, settings, "file objects are written by torch.save", start)
+        report_torch("save", f, settings, "file objects are written by torch.save", start)
         return
     path = os.fspath(f)
+    writer.wait_for(path)
+    with gc_paused():
+        planned = plan_save(obj, path, save_arguments, settings)
+        if isinstance(planned, PlannedSave):
+            road.write_file(path, planned.layout, planned.tensors, planned.crc, settings, start)
+            return
+    save_with_torch(path, lambda file: originals.save(obj, file, *save_arguments), settings)
+    report_torch("save", path, settings, planned, start)
+
+
+SaveArguments = tuple[Any, int, bool, bool]
+"""The arguments of ``torch.save`` after the file, in its order."""
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A file before its first byte is written.
+
+    Attributes
+    ----------
+    layout
+        What goes where.
+    tensors
+        One-dimensional uint8 tensors over the storages, in the order of the layout.
+    crc
+        Whether the layout's gaps need the CRC-32 of the storages.
+    """
+
+    layout: FileLayout
+    tensors: Sequence[torch.Tensor]
+    crc: bool
+
+
+def plan_save(obj: object, path: str, save_arguments: SaveArguments, settings: Settings) -> PlannedSave | str:
+    """Pickle an object and lay out its file, or return why ``torch.save`` itself writes it."""
+    pickle_module, pickle_protocol, zip_format, no_byteorder = save_arguments
     if path.endswith(".safetensors") and publish.is_replaceable(path):
         from torchdirect import safetensors  # here, as most processes need no second format
 
         safetensors.check_tensors(obj)
-        safetensors.write(obj, path, None, settings, start, align=False)  # type: ignore[arg-type]
-        return
-    if reason := _save_elsewhere(path, _use_new_zipfile_serialization):
-        _save_with_torch(obj, path, save_arguments, settings)
-        _report_torch("save", path, settings, reason, start)
-        return
+        layout, data = safetensors.plan(obj, None, align=False)  # type: ignore[arg-type]
+        return PlannedSave(layout, data, False)
+    if reason := _save_elsewhere(path, zip_format):
+        return reason
     _check_dill(pickle_module)
-    with _gc_paused():
-        pickled = torch_zip.pickle_object(obj, pickle_module, pickle_protocol)
+    pickled = torch_zip.pickle_object(obj, pickle_module, pickle_protocol)
     foreign = {s.device.type for s in pickled.storages} - {"cpu", "cuda"}
     if foreign:
-        _save_with_torch(obj, path, save_arguments, settings)
-        _report_torch("save", path, settings, f"there are tensors on {', '.join(sorted(foreign))}", start)
-        return
-    with _gc_paused():
-        _write_checkpoint(pickled, path, not _disable_byteorder_record, settings, start)
+        return f"there are tensors on {', '.join(sorted(foreign))}"
+    layout = torch_zip.layout_file(
+        torch_zip.archive_name(path),
+        pickled.data,
+        [s.nbytes() for s in pickled.storages],
+        alignment=storage_alignment(),
+        byteorder=None if no_byteorder else sys.byteorder,
+        crc=settings.checksum,
+    )
+    return PlannedSave(layout, [memory.bytes_tensor(s) for s in pickled.storages], settings.checksum)
 
 
-def _is_path(f: object) -> TypeGuard[str | os.PathLike[str]]:
+def is_path(f: object) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(f, (str, os.PathLike))
 
 
@@ -169,17 +210,17 @@ def _save_elsewhere(path: str, zip_format: bool) -> str:
     return ""
 
 
-def _save_with_torch(obj: object, path: str, save_arguments: tuple[Any, ...], settings: Settings) -> None:
+def save_with_torch(path: str, write: Callable[[IO[bytes]], object], settings: Settings) -> None:
     """Let ``torch.save`` write the file, published like every other."""
     try:
         if publish.is_replaceable(path):
             with publish.replacing(path, durable=settings.durable) as replacement:
                 with open(replacement.fd, "wb", closefd=False) as file:
-                    originals.save(obj, file, *save_arguments)
+                    write(file)
                 replacement.commit()
         else:
             with open(path, "wb", buffering=0) as file:
-                originals.save(obj, file, *save_arguments)
+                write(file)
     except OSError as exc:
         raise save_error(exc, path, "writing the checkpoint") from exc
 
@@ -195,25 +236,10 @@ def storage_alignment() -> int:
     return STORAGE_ALIGNMENT if configured == 64 else configured
 
 
-def _write_checkpoint(
-    pickled: torch_zip.PickledObject, path: str, byteorder: bool, settings: Settings, start: float
-) -> None:
-    layout = torch_zip.layout_file(
-        torch_zip.archive_name(path),
-        pickled.data,
-        [s.nbytes() for s in pickled.storages],
-        alignment=storage_alignment(),
-        byteorder=sys.byteorder if byteorder else None,
-        crc=settings.checksum,
-    )
-    tensors = [memory.bytes_tensor(s) for s in pickled.storages]
-    road.write_file(path, layout, tensors, settings.checksum, settings, start)
-
-
-def _report_torch(operation: str, f: FileLike, settings: Settings, reason: str, start: float) -> None:
-    path = os.fspath(f) if _is_path(f) else "<file object>"
+def report_torch(operation: str, f: FileLike, settings: Settings, reason: str, start: float) -> None:
+    path = os.fspath(f) if is_path(f) else "<file object>"
     try:
-        nbytes = os.stat(path).st_size if _is_path(f) else 0
+        nbytes = os.stat(path).st_size if is_path(f) else 0
     except OSError:
         nbytes = 0
     seconds = time.perf_counter() - start
@@ -290,10 +316,10 @@ def load(
     def with_torch(reason: str) -> Any:
         with _naming(f):
             result = originals.load(f, map_location, pickle_module, mmap=mmap, **arguments)
-        _report_torch("load", f, settings, reason, start)
+        report_torch("load", f, settings, reason, start)
         return result
 
-    if not _is_path(f):
+    if not is_path(f):
         return with_torch("file objects are read by torch.load")
     path = os.fspath(f)
     known = (str, torch.device, dict)
@@ -319,7 +345,7 @@ def load(
             except Exception:
                 _check_container(fd, status.st_size, path)
                 raise
-        stack.enter_context(_gc_paused())
+        stack.enter_context(gc_paused())
         try:
             index = torch_zip.read_index(functools.partial(_read_at, fd), status.st_size, path)
         except torch_zip.NotCarriedError as exc:
@@ -345,7 +371,7 @@ def _check_container(fd: int, size: int, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _gc_paused() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep the cyclic garbage collector from walking, again and again, the many objects that a load makes."""
     enabled = gc.isenabled()
     gc.disable()
@@ -362,7 +388,7 @@ def _naming(f: FileLike) -> Iterator[None]:
     try:
         yield
     except Exception as exc:
-        if _is_path(f) and hasattr(exc, "add_note") and os.fspath(f) not in str(exc):
+        if is_path(f) and hasattr(exc, "add_note") and os.fspath(f) not in str(exc):
             exc.add_note(f"(while loading {os.fspath(f)})")
         raise
 

@@ -52,6 +52,16 @@ class Settings:
         ``"allow"`` or ``"forbid"`` cuFile's compatibility mode where a cuFile type was named.
     gds_backend
         ``"cufile"``, or ``"kvikio"`` to run the GDS type through KvikIO.
+    staging
+        Where a background save keeps the bytes of GPU tensors until they are written: ``"host"`` (pinned memory),
+        ``"device"`` (memory of the same GPU), or ``"auto"``: host memory where it can be pinned, otherwise what there
+        is.
+    snapshot_bytes
+        Upper bound of the host memory that background saves of this process hold together; None: half of what is
+        available.
+    pending
+        What a background save does while an earlier one to the same path, or one that holds the memory it needs, has
+        not ended: ``"wait"``, or ``"refuse"`` with `SavePendingError`.
     """
 
     transfer_type: TransferType = TransferType.AUTO
@@ -66,6 +76,9 @@ class Settings:
     progress: Progress = False
     gds_compat: str = "allow"
     gds_backend: str = "cufile"
+    staging: str = "auto"
+    snapshot_bytes: int | None = None
+    pending: str = "wait"
 
 
 def _choice(*allowed: str) -> Callable[[Any], str]:
@@ -145,6 +158,9 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "progress": _progress,
     "gds_compat": _choice("allow", "forbid"),
     "gds_backend": _choice("cufile", "kvikio"),
+    "staging": _choice("auto", "host", "device"),
+    "snapshot_bytes": _optional(_staging),
+    "pending": _choice("wait", "refuse"),
 }
 _VARIABLES = {name: f"TORCHDIRECT_{name.upper()}" for name in _PARSERS}
 

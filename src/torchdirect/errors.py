@@ -18,6 +18,7 @@ __all__ = [
     "SaveFileNotFoundError",
     "SaveIsADirectoryError",
     "SaveNotADirectoryError",
+    "SavePendingError",
     "SavePermissionError",
     "SettingsError",
     "TorchDirectError",
@@ -106,6 +107,10 @@ class SaveError(_MessageOSError, RuntimeError):
 
 class SaveFileNotFoundError(SaveError, FileNotFoundError):
     """The directory to save in does not exist."""
+
+
+class SavePendingError(SaveError):
+    """A background save was refused, since an earlier one has not ended (``pending="refuse"``)."""
 
 
 class SavePermissionError(SaveError, PermissionError):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from torchdirect.plan import align_up
 from torchdirect.units import BLOCK
 
 _PyBUF_READ, _PyBUF_WRITE = 0x100, 0x200
@@ -22,7 +25,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
+_MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_POPULATE_BYTES = 256 << 20
+_POPULATE_THREADS = 8
 
 
 def view(address: int, nbytes: int, *, writable: bool) -> memoryview:
@@ -49,8 +55,34 @@ def advise_huge_pages(address: int, nbytes: int) -> None:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Fault in a fresh page-aligned range, without holding the interpreter lock; an older kernel leaves it as it is."""
-    _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+    """Fault in a fresh page-aligned range, without holding the interpreter lock; an older kernel leaves it as it is.
+
+    A large one by several threads: the kernel zeroes its pages, which one thread does at a fraction of memory's speed.
+    """
+    if nbytes <= _POPULATE_BYTES:
+        _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE)
+        return
+    share = align_up(-(-nbytes // _POPULATE_THREADS), HUGE_PAGE)
+    parts = [(address + at, min(share, nbytes - at)) for at in range(0, nbytes, share)]
+    threads = [threading.Thread(target=_libc.madvise, args=(*part, _MADV_POPULATE_WRITE)) for part in parts]
+    started = []
+    try:
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        pass  # no more threads are to be had: what is left is faulted in when it is used
+    finally:
+        for thread in started:
+            thread.join()
+
+
+def keep_from_children(address: int, nbytes: int) -> None:
+    """Leave a page-aligned range out of processes that are forked; they must never touch it, nor unmap it.
+
+    The kernel copies pinned pages when a process forks, at once: a DataLoader's worker would take as much memory again.
+    """
+    _libc.madvise(address, nbytes, _MADV_DONTFORK)
 
 
 @contextmanager
@@ -78,6 +110,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return bytes_tensor(tensor.untyped_storage())[first : first + tensor.nbytes]
 
 
+_NOT_INHERITED_FROM = 64 << 20
+"""Bytes of a buffer from which forked processes are spared it."""
+
+
 class StagingBuffer:
     """A block-aligned host buffer; pinned (registered with CUDA) if it serves copies to and from a GPU.
 
@@ -99,6 +135,8 @@ class StagingBuffer:
         start = ctypes.addressof(self._anchor)
         self.address = -(-start // HUGE_PAGE) * HUGE_PAGE
         advise_huge_pages(self.address, nbytes)
+        if nbytes >= _NOT_INHERITED_FROM:
+            keep_from_children(self.address, nbytes)
         self.memory = memoryview(self._map)[self.address - start : self.address - start + nbytes]
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=self.address - start)
         if pinned:
@@ -144,6 +182,7 @@ class StagingPool:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._free: list[StagingBuffer] = []
+        self._inherited: list[StagingBuffer] = []
         self._reserved = 0
 
     @property
@@ -162,11 +201,14 @@ class StagingPool:
         return sum(b.nbytes for b in buffers)
 
     @contextmanager
-    def lease(self, count: int, nbytes: int, *, pinned: bool, limit: int, minimum: int = 1) -> Iterator[Lease]:
+    def lease(
+        self, count: int, nbytes: int, *, pinned: bool, limit: int, minimum: int = 1, may_wait: bool = True
+    ) -> Iterator[Lease]:
         """Reserve up to `count` buffers of `nbytes` each, at least `minimum`, waiting while other calls hold them.
 
-        All buffers of a call are reserved at once, so two calls that share the pool cannot deadlock. Buffers are
-        made on first use, by the thread that needs one.
+        With ``may_wait=False`` it raises `BlockingIOError` instead of waiting. All buffers of a call are reserved at
+        once, so two calls that share the pool cannot deadlock. Buffers are made on first use, by the thread that needs
+        one.
         """
         with self._condition:
             while True:
@@ -176,6 +218,8 @@ class StagingPool:
                 if self._reserved == 0:  # the limit is under one buffer: serve the call all the same
                     granted = min(minimum, count)
                     break
+                if not may_wait:
+                    raise BlockingIOError(errno.EAGAIN, f"other calls hold {self._reserved} of {limit} bytes")
                 self._condition.wait()
             self._reserved += granted * nbytes
         lease = Lease(self, granted, nbytes, pinned, limit)
@@ -213,8 +257,13 @@ class StagingPool:
             buffer.close()
 
     def reset_after_fork(self) -> None:
-        """Forget every buffer: a child process can use neither the locks nor the CUDA registrations it inherited."""
+        """Forget every buffer: a child process can use neither the locks nor the CUDA registrations it inherited.
+
+        They are kept, unused: where their pages are not inherited, other memory may soon have the same addresses, and
+        closing them would unmap that.
+        """
         self._condition = threading.Condition()
+        self._inherited += self._free
         self._free = []
         self._reserved = 0
 
@@ -249,18 +298,21 @@ class Lease:
 
 
 staging_pool = StagingPool()
+"""What engines bounce through."""
 
-try:
-    import os
+snapshot_pool = StagingPool()
+"""What background saves copy to when they are called: one buffer for each pending save."""
 
-    os.register_at_fork(after_in_child=staging_pool.reset_after_fork)
-except AttributeError:  # pragma: no cover - Linux has it
-    pass
+os.register_at_fork(after_in_child=staging_pool.reset_after_fork)
+os.register_at_fork(after_in_child=snapshot_pool.reset_after_fork)
 
 
 def release_staging() -> int:
-    """Free the staging buffers that are kept for the next save or load; return the bytes freed."""
-    return staging_pool.release()
+    """Free the buffers that are kept for the next save or load; return the bytes freed.
+
+    Those are staging buffers, and the snapshots of background saves that have ended.
+    """
+    return staging_pool.release() + snapshot_pool.release()
 
 
 _PLACED_FROM = 256 << 10

@@ -18,6 +18,7 @@ from torchdirect import defaults, memory, road
 from torchdirect import digests as digests_module
 from torchdirect.defaults import Settings
 from torchdirect.formats import safetensors as format_module
+from torchdirect.formats.layout import FileLayout
 from torchdirect.lazy import CheckpointHandle, Device, open_checkpoint
 from torchdirect.tensor_file import TensorFile
 
@@ -63,7 +64,8 @@ def save_file(
     check_tensors(tensors)
     if metadata is not None and not all(isinstance(t, str) for pair in metadata.items() for t in pair):
         raise TypeError("safetensors metadata maps text to text; convert other values with str() or json.dumps()")
-    write(tensors, os.fspath(filename), metadata, chosen, start, align=align, digest=digest)
+    layout, data = plan(tensors, metadata, align=align, digest=digest)
+    road.write_file(os.fspath(filename), layout, data, False, chosen, start)
 
 
 def check_tensors(tensors: object) -> None:
@@ -106,25 +108,17 @@ def _disjoint(tensors: list[torch.Tensor]) -> bool:
     return all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
 
 
-def write(
-    tensors: Mapping[str, torch.Tensor],
-    path: str,
-    metadata: Mapping[str, str] | None,
-    settings: Settings,
-    start: float,
-    *,
-    align: bool,
-    digest: bool = False,
-) -> None:
-    """Write checked tensors, and report."""
+def plan(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None, *, align: bool, digest: bool = False
+) -> tuple[FileLayout, list[torch.Tensor]]:
+    """Lay out checked tensors; return the layout, and their bytes in its order."""
     plain = {name: _movable(tensor.detach()) for name, tensor in tensors.items()}
     if digest:
         values = digests_module.checksums_of([memory.bytes_of(tensor) for tensor in plain.values()])
         digests = {name: f"{value:08x}" for name, value in zip(plain, values, strict=True)}
         metadata = {**(metadata or {}), digests_module.DIGEST_KEY: json.dumps(digests)}
     layout, order = format_module.layout_file(plain, metadata, align=align)
-    data = [memory.bytes_of(plain[name]) for name in order]
-    road.write_file(path, layout, data, False, settings, start)
+    return layout, [memory.bytes_of(plain[name]) for name in order]
 
 
 def _movable(tensor: torch.Tensor) -> torch.Tensor:
