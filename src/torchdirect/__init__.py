@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torchdirect.in_place import load_into
     from torchdirect.lazy import CheckpointHandle, TensorSlice
     from torchdirect.lazy import open_checkpoint as open
+    from torchdirect.manager import BrokenCheckpointWarning, CheckpointManager
     from torchdirect.memory import release_staging
     from torchdirect.patch import Patch, patch_torch
     from torchdirect.pending import PendingSave
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BrokenCheckpointWarning",
     "BufferRegistration",
     "CheckpointHandle",
+    "CheckpointManager",
     "Converted",
     "CorruptCheckpointError",
     "DirectFile",
@@ -101,6 +104,7 @@ _MODULES = {
     "gpu_buffers": ("BufferRegistration", "deregister_buffer", "register_buffer"),
     "in_place": ("load_into",),
     "lazy": ("CheckpointHandle", "TensorSlice", "open"),
+    "manager": ("BrokenCheckpointWarning", "CheckpointManager"),
     "memory": ("release_staging",),
     "patch": ("Patch", "patch_torch"),
     "pending": ("PendingSave",),
