@@ -831,3 +831,22 @@ def test_access_list_is_kept_and_none_is_inherited_in_place_of_none(tmp_path: Pa
     assert "system.posix_acl_access" not in os.listxattr(plain)
     assert mode_of(plain) == 0o644
     assert os.getxattr(tmp_path / "new", "system.posix_acl_access") == entries, "as open() would give"
+
+
+def test_a_forked_child_has_nothing_of_it(tmp_path: Path) -> None:
+    """It would keep the lock and the blocks of its parent's file for as long as it lives."""
+    with replacing(tmp_path / "a", durable=True) as new:
+        os.write(new.fd, b"new")
+        new.open_direct()
+        child = os.fork()
+        if child == 0:
+            links = []
+            for name in os.listdir("/proc/self/fd"):
+                with contextlib.suppress(OSError):
+                    links.append(os.readlink(f"/proc/self/fd/{name}"))
+            new.__exit__(None, None, None)
+            os._exit(any(str(tmp_path) in link for link in links))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.path.exists(new.temporary)
+        new.commit()
+    assert (tmp_path / "a").read_bytes() == b"new"

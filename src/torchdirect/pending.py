@@ -196,6 +196,7 @@ class Writer:
                 return
             self._thread = None  # should it come to life yet, it ends
             self._jobs.remove(job)
+            self._condition.notify_all()
         job.abandon()
 
     def _run(self) -> None:
@@ -205,6 +206,7 @@ class Writer:
                     return
                 if not self._jobs:
                     self._thread = None
+                    self._condition.notify_all()
                     return
                 job = self._jobs[0]
             report: TransferReport | None = None
@@ -225,8 +227,13 @@ class Writer:
 
     def drain(self) -> None:
         """Wait until every pending save has ended, and the thread with them."""
-        thread = self._thread
-        if thread is not None and not self.is_here:
+        if self.is_here:
+            return
+        with self._condition:
+            thread = self._thread
+            while self._thread is not None:
+                self._condition.wait()  # and not join: interrupted, that may take a running thread for ended
+        if thread is not None:
             thread.join()
 
     def log_unasked(self) -> None:

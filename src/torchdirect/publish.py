@@ -349,6 +349,7 @@ class Replacement:
                 # Not ours to remove.
                 self.temporary = ""
                 continue
+            _made_here.add(self)
             if _lock_new(self.fd):
                 break
             # Another process took it for stale, between its creation and its lock, and has removed it.
@@ -374,12 +375,36 @@ class Replacement:
         if self.temporary and not self._committed:
             with contextlib.suppress(OSError):
                 os.unlink(self.temporary)
+        self._close()
+
+    def _close(self) -> None:
+        _made_here.discard(self)
         descriptors = self._direct_fd, self.fd
         self._direct_fd = self.fd = -1
         for fd in descriptors:
             if fd >= 0:
                 with contextlib.suppress(OSError):
                     os.close(fd)
+
+    def _disinherit(self) -> None:
+        """Leave the file to the parent process: a child neither publishes nor removes it, nor keeps its blocks in use.
+
+        Without this a child would hold the blocks, and the lock, of a file that its parent was writing when it forked.
+        """
+        self.temporary = ""
+        self._close()
+
+
+_made_here: set[Replacement] = set()
+"""Those of this process that are open."""
+
+
+def _disinherit_all() -> None:
+    for replacement in list(_made_here):
+        replacement._disinherit()
+
+
+os.register_at_fork(after_in_child=_disinherit_all)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,17 +9,20 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import torchdirect as td
+from torchdirect import pending
 
 shim = ctypes.CDLL(os.environ["STRIKE_SHIM"])
 shim.strike_count.restype = ctypes.c_long
@@ -41,8 +44,9 @@ class Scenario:
         act: Callable[[Path, float], object],
         names: Callable[[str], bool],
         read: Callable[[Path], dict[str, torch.Tensor]],
+        files: int | None = None,
     ) -> None:
-        self.act, self.names, self.read = act, names, read
+        self.act, self.names, self.read, self.files = act, names, read, files
 
     def stamp(self, folder: Path) -> float | None:
         """Return the stamp of what is there; None if nothing is."""
@@ -62,6 +66,32 @@ def save(**options: object) -> Callable[[Path, float], object]:
 
 def read_torch(folder: Path) -> dict[str, torch.Tensor]:
     loaded: dict[str, torch.Tensor] = torch.load(folder / "a.pt")
+    return loaded
+
+
+def save_async(folder: Path, value: float) -> object:
+    try:
+        return td.save_async(state(value), folder / "a.pt", **OPTIONS).result()  # type: ignore[arg-type]
+    finally:
+        pending.writer.drain()
+
+
+def rotate(folder: Path, value: float) -> object:
+    """Save a step of a run that keeps one checkpoint."""
+    try:
+        with td.CheckpointManager(folder, keep_last=1, **OPTIONS) as manager:  # type: ignore[arg-type]
+            return manager.save(int(value), state(value))
+    finally:
+        pending.writer.drain()
+
+
+def read_latest(folder: Path) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a damaged one must not be passed over here
+        found = td.CheckpointManager(folder).load_latest()
+    if found is None:
+        raise FileNotFoundError
+    loaded: dict[str, torch.Tensor] = found.state
     return loaded
 
 
@@ -91,6 +121,8 @@ SCENARIOS = {
         lambda n: n.startswith("model"),
         td.load_sharded,
     ),
+    "save_async": Scenario(save_async, lambda n: n == "a.pt", read_torch),
+    "rotation": Scenario(rotate, lambda n: re.fullmatch(r"step-\d{8}\.pt", n) is not None, read_latest, files=1),
     "convert": Scenario(convert, lambda n: n == "a.pt", read_torch),
 }
 
@@ -186,6 +218,7 @@ class Run:
         assert in_child(lambda: scenario.act(folder, 3.0)) == 0, "the next save fails"
         assert scenario.stamp(folder) == 3.0
         assert leftovers(scenario, folder) == [], f"the next save leaves {leftovers(scenario, folder)}"
+        assert scenario.files in (None, len(os.listdir(folder))), f"the next save leaves {os.listdir(folder)}"
 
 
 def main() -> None:
