@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchdirect import safetensors
+    from torchdirect import dcp, safetensors
     from torchdirect.background import save_async
     from torchdirect.checkpoint import load, save
     from torchdirect.conversion import Converted, convert
@@ -68,6 +68,7 @@ __all__ = [
     "TransferUnavailableError",
     "Verification",
     "convert",
+    "dcp",
     "deregister_buffer",
     "last_transfer",
     "load",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,10 @@ from torchdirect.tensor_file import TensorFile, TensorInfo, span
 from torchdirect.units import MIB
 
 _CONVERSION_BYTES = 16 * MIB
-"""Bound of the buffer through which tensors of another dtype or layout pass."""
+"""Bound of a buffer through which tensors of another dtype or layout pass."""
+_CONVERSIONS_AT_ONCE = 4
+"""Buffers that are read together."""
+_WITHOUT_COPY = {getattr(torch, name) for name in ("float4_e2m1fn_x2",) if hasattr(torch, name)}
 
 
 def load_into(
@@ -295,10 +299,7 @@ def _fill(file: TensorFile, pairs: list[tuple[TensorInfo, torch.Tensor]], settin
         extents = [Extent(info.file_offset, info.nbytes, i) for i, (info, _) in enumerate(straight)]
         targets = [memory.bytes_of(data) for _, data in straight]
         reading.fill(extents, targets, lambda i: f"tensor {straight[i][0].name!r}")
-        with torch.no_grad():
-            for info, data in pairs:
-                if not _is_straight(info, data):
-                    _convert(reading, info, data)
+        read_converted(reading, [(info, data) for info, data in pairs if not _is_straight(info, data)])
     nbytes = sum(info.nbytes for info, _ in pairs)
     reading.report(nbytes, nbytes, start)
 
@@ -309,14 +310,61 @@ def _is_straight(info: TensorInfo, data: torch.Tensor) -> bool:
     return same and not (data.is_conj() or data.is_neg())
 
 
-def _convert(reading: road.Reading, info: TensorInfo, target: torch.Tensor) -> None:
-    """Read a tensor piece by piece into a buffer on the target's device, and copy from there."""
-    itemsize = info.dtype.itemsize
-    for piece, stride, offset in _pieces(target, info.stride, 0, _CONVERSION_BYTES // itemsize):
-        buffer = torch.empty(span(piece.shape, stride) * itemsize, dtype=torch.uint8, device=target.device)
-        at = info.file_offset + offset * itemsize
-        reading.fill([Extent(at, buffer.numel(), 0)], [buffer], lambda _: f"tensor {info.name!r}")
-        piece.copy_(buffer.view(info.dtype).as_strided(piece.shape, stride))
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor on its way through a buffer: where it is in the file, how it lies there, and its target."""
+
+    info: TensorInfo
+    file_offset: int
+    stride: tuple[int, ...]
+    target: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return span(self.target.shape, self.stride) * self.info.dtype.itemsize
+
+
+def read_converted(reading: road.Reading, pairs: Sequence[tuple[TensorInfo, torch.Tensor]]) -> None:
+    """Read tensors into targets of another dtype or layout: through buffers of at most 64 MiB on the targets' devices.
+
+    Parameters
+    ----------
+    reading
+        Of the file.
+    pairs
+        What to read, and the tensor that it is copied into. Shapes are equal.
+    """
+    batch: list[_Piece] = []
+    held = 0
+    for info, target in pairs:
+        itemsize = info.dtype.itemsize
+        for part, stride, offset in _pieces(target, info.stride, 0, _CONVERSION_BYTES // itemsize):
+            piece = _Piece(info, info.file_offset + offset * itemsize, stride, part)
+            if batch and held + piece.nbytes > _CONVERSIONS_AT_ONCE * _CONVERSION_BYTES:
+                _read_pieces(reading, batch)
+                batch, held = [], 0
+            batch.append(piece)
+            held += piece.nbytes
+    if batch:
+        _read_pieces(reading, batch)
+
+
+def _read_pieces(reading: road.Reading, pieces: Sequence[_Piece]) -> None:
+    buffers = [torch.empty(p.nbytes, dtype=torch.uint8, device=_buffer_device(p.target)) for p in pieces]
+    extents = [Extent(piece.file_offset, piece.nbytes, i) for i, piece in enumerate(pieces)]
+    reading.fill(extents, buffers, lambda i: f"tensor {pieces[i].info.name!r}")
+    with torch.no_grad():
+        for piece, buffer in zip(pieces, buffers, strict=True):
+            dtype, target = piece.info.dtype, piece.target
+            if target.dtype == dtype and dtype in _WITHOUT_COPY:
+                # Their bytes move as integers; PyTorch copies them only where the layout is the same.
+                dtype, target = torch.uint8, target.view(torch.uint8)
+            target.copy_(buffer.view(dtype).as_strided(target.shape, piece.stride))
+
+
+def _buffer_device(target: torch.Tensor) -> torch.device:
+    """Return where a tensor's bytes can be read to: its own device, or the host for one that no engine knows."""
+    return target.device if target.device.type in ("cpu", "cuda") else torch.device("cpu")
 
 
 def _pieces(

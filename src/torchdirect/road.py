@@ -169,7 +169,7 @@ def make_options(
     return EngineOptions(choice.transfer_type, num_threads, chunk_bytes, settings.staging_bytes, strict, direct)
 
 
-def _report(
+def report_transfer(
     operation: str,
     path: str,
     settings: Settings,
@@ -326,7 +326,9 @@ class Reading:
         if self.replicas is not None:
             shared = f"{choice.reason}; shared by {self.replicas.ranks} ranks"
             choice = dataclasses.replace(choice, reason=shared)
-        _report("load", path or self.path, self.settings, choice, self.options, self.state, nbytes, payload, start)
+        report_transfer(
+            "load", path or self.path, self.settings, choice, self.options, self.state, nbytes, payload, start
+        )
 
 
 def write_file(
@@ -355,11 +357,47 @@ def write_file(
     SaveError
         If the file cannot be written; an old file of that name is untouched.
     """
-    size, state = layout.file_size, TransferState()
+    state = TransferState()
+    with progress.shown(not _is_small(layout, settings) and settings.progress, f"saving {path}", state) as tick:
+        choice, options = put_file(path, layout, tensors, crc, settings, state, tick)
+    payload = sum(t.numel() for t in tensors)
+    report_transfer("save", path, settings, choice, options, state, layout.file_size, payload, start)
+
+
+def _is_small(layout: FileLayout, settings: Settings) -> bool:
+    return layout.file_size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO
+
+
+def put_file(
+    path: str,
+    layout: FileLayout,
+    tensors: Sequence[torch.Tensor],
+    crc: bool,
+    settings: Settings,
+    state: TransferState,
+    tick: Callable[[], None] | None = None,
+) -> tuple[selection.Choice, EngineOptions]:
+    """Write and publish a new file that may be one of several of a save; return which way its bytes took.
+
+    Parameters
+    ----------
+    path, layout, tensors, crc
+        As for `write_file`.
+    state
+        Shared by the files of one save.
+    tick
+        Called now and then while bytes move.
+
+    Raises
+    ------
+    SaveError
+        If the file cannot be written; an old file of that name is untouched.
+    """
+    size = layout.file_size
     try:
         with publish.replacing(path, durable=settings.durable) as replacement, contextlib.ExitStack() as stack:
             reserved = replacement.reserve(size)
-            if size <= selection.SMALL_FILE_BYTES and settings.transfer_type is TransferType.AUTO:
+            if _is_small(layout, settings):
                 choice, options = selection.SMALL, EngineOptions(selection.SMALL.transfer_type, 1, BLOCK, MIB)
                 file = OpenFile(path, replacement.fd, None, size)
                 inline.write(file, layout.extents, layout.gaps, tensors, crc, state)
@@ -373,11 +411,10 @@ def write_file(
                     address = stack.enter_context(memory.mapped(replacement.fd, size))
                     file = dataclasses.replace(file, mapping=address)
                 windows = write_windows(layout.extents, layout.gaps, chunk_bytes=options.chunk_bytes, file_size=size)
-                with progress.shown(settings.progress, f"saving {path}", state) as tick:
-                    make_engine(options, tick).write(file, windows, layout.gaps, tensors, crc, state)
+                make_engine(options, tick).write(file, windows, layout.gaps, tensors, crc, state)
                 os.ftruncate(replacement.fd, size)
             stack.close()
             replacement.commit()
     except OSError as exc:
         raise save_error(exc, path, f"writing {size} bytes") from exc
-    _report("save", path, settings, choice, options, state, size, sum(t.numel() for t in tensors), start)
+    return choice, options

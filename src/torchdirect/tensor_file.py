@@ -140,7 +140,7 @@ class TensorFile:
         for name, value in self._walk(index.pickle.root):
             if not isinstance(value, Inert) or not value.qualname.startswith("_rebuild_"):
                 continue
-            info = _tensor_of_stub(self.path, name, value, places)
+            info = tensor_of_stub(self.path, name, value, places)
             if info is not None:
                 found.setdefault(name, info)
             elif value.qualname not in ("_rebuild_parameter", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
@@ -230,7 +230,7 @@ def shaped(data: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     return flat.as_strided(info.shape, info.stride)
 
 
-def _tensor_of_stub(path: str, name: str, stub: Inert, places: dict[str, int]) -> TensorInfo | None:
+def tensor_of_stub(path: str, name: str, stub: Inert, places: dict[str, int]) -> TensorInfo | None:
     """Return the tensor that a call of PyTorch's rebuild function makes, if it is a plain one."""
     if stub.qualname not in ("_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(stub.args) < 5:
         return None

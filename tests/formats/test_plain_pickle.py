@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from checkpoints import OTHER, PLAIN
 from torchdirect.formats import plain_pickle, torch_zip
+from torchdirect.formats.pickle_index import index_pickle
 
 
 def check(obj: object) -> None:
@@ -117,3 +118,14 @@ def test_any_plain_object(obj: Any) -> None:
 def test_device_tags_that_are_new_strings_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.serialization.location_tag", lambda storage: "cuda:" + str(storage.nbytes() % 2))
     check([torch.empty(i % 3, dtype=torch.uint8) for i in range(600)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint16])
+def test_a_given_place_stands_for_that_of_every_storage(dtype: torch.dtype) -> None:
+    tensors = [torch.ones(3).to(dtype), torch.ones(4).to(dtype)]
+    data = torch_zip.pickle_object(tensors, pickle, 2, location="cuda:7").data
+    assert {reference.location for reference in index_pickle(data).references} == {"cuda:7"}
+    assert (
+        torch_zip.pickle_object(tensors, pickle, 2, location="cpu").data
+        == torch_zip.pickle_object(tensors, pickle, 2).data
+    )

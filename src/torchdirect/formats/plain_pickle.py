@@ -59,8 +59,13 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
     )
 
 
-def dumps(obj: object) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
+def dumps(obj: object, location: str | None = None) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
     """Pickle an object of plain containers, numbers, strings and plain tensors as ``torch.save`` does.
+
+    Parameters
+    ----------
+    location
+        The device tag of every storage, if not that of the device where it is.
 
     Returns
     -------
@@ -74,7 +79,7 @@ def dumps(obj: object) -> tuple[bytes, tuple[torch.UntypedStorage, ...]]:
     """
     if copyreg._extension_registry or not {torch.Tensor, collections.OrderedDict}.isdisjoint(copyreg.dispatch_table):  # type: ignore[attr-defined]
         raise NotPlainError("the program has changed how such objects are pickled")
-    writer = _Writer()
+    writer = _Writer(location)
     try:
         writer.save(obj)
     except RecursionError:
@@ -93,7 +98,8 @@ def _memoized_opcodes(value: object) -> bytes:
 
 
 class _Writer:
-    def __init__(self) -> None:
+    def __init__(self, location: str | None) -> None:
+        self._location = location
         self.storages: list[torch.UntypedStorage] = []
         self._chunks: list[bytes] = []  # the n-th ends before the n-th PUT
         self._open = b""  # what follows the last PUT
@@ -218,7 +224,7 @@ class _Writer:
         if key is None:
             key = self._keys[identity] = str(len(self.storages))
             self.storages.append(storage)
-        location = torch.serialization.location_tag(storage)
+        location = self._location or torch.serialization.location_tag(storage)
         key_is_new, location_is_new = id(key) not in self._memo, id(location) not in self._memo
         size, stride = tensor.size(), tensor.stride()
         kind = dtype, nbytes, tensor.storage_offset(), size, stride, tensor.requires_grad, location, location_is_new

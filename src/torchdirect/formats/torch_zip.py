@@ -67,8 +67,17 @@ def _reduce_plain(tensor: torch.Tensor) -> Any:
     return torch._utils._rebuild_tensor_v2, arguments
 
 
-def pickle_object(obj: object, pickle_module: Any, pickle_protocol: int) -> PickledObject:
+def pickle_object(
+    obj: object, pickle_module: Any, pickle_protocol: int, *, location: str | None = None
+) -> PickledObject:
     """Pickle `obj` to memory, byte for byte as ``torch.save`` does, and collect the storages in it.
+
+    Parameters
+    ----------
+    obj, pickle_module, pickle_protocol
+        As for ``torch.save``.
+    location
+        The device tag of every storage, such as ``"cpu"``, if not that of the device where it is.
 
     Raises
     ------
@@ -77,11 +86,11 @@ def pickle_object(obj: object, pickle_module: Any, pickle_protocol: int) -> Pick
     """
     if pickle_module is pickle and pickle_protocol == plain_pickle.PROTOCOL:
         with contextlib.suppress(plain_pickle.NotPlainError):
-            return PickledObject(*plain_pickle.dumps(obj))
-    return _pickle_any(obj, pickle_module, pickle_protocol)
+            return PickledObject(*plain_pickle.dumps(obj, location))
+    return _pickle_any(obj, pickle_module, pickle_protocol, location)
 
 
-def _pickle_any(obj: object, pickle_module: Any, pickle_protocol: int) -> PickledObject:
+def _pickle_any(obj: object, pickle_module: Any, pickle_protocol: int, location: str | None = None) -> PickledObject:
     storages: dict[str, torch.UntypedStorage] = {}
     keys: dict[int, str] = {}
     dtypes: dict[int, torch.dtype] = {}
@@ -108,9 +117,9 @@ def _pickle_any(obj: object, pickle_module: Any, pickle_protocol: int) -> Pickle
             )
         key = keys.setdefault(storage._cdata, str(len(keys)))
         fake_device = getattr(candidate, "_fake_device", None)
-        location = str(fake_device) if fake_device is not None else torch.serialization.location_tag(storage)
+        tag = str(fake_device) if fake_device is not None else torch.serialization.location_tag(storage)
         storages[key] = storage  # keeps it alive: a temporary's address must not be given out again
-        return "storage", storage_type, key, location, numel
+        return "storage", storage_type, key, location or tag, numel
 
     storage_classes = (torch.storage.TypedStorage, torch.UntypedStorage, _PlainStorage)
 

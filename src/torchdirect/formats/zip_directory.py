@@ -144,9 +144,14 @@ def _corrupt(path: str, offset: int, what: str) -> CorruptCheckpointError:
 
 def _locate_directory(read_at: ReadAt, file_size: int, path: str) -> tuple[int, int, int]:
     """Return offset, length and entry count of the central directory."""
-    tail_size = min(file_size, _END.size + U16_MAX)
+    # PyTorch's files have no comment behind the end record, and so end with it.
+    tail_size = min(file_size, _END.size)
     tail_offset = file_size - tail_size
     tail = read_at(tail_offset, tail_size)
+    if len(tail) < _END.size or not (tail.startswith(struct.pack("<I", END_SIGNATURE)) and tail.endswith(b"\0\0")):
+        tail_size = min(file_size, _END.size + U16_MAX)
+        tail_offset = file_size - tail_size
+        tail = read_at(tail_offset, tail_size)
     found = tail.rfind(struct.pack("<I", END_SIGNATURE))
     while found >= 0:
         if found + _END.size <= len(tail):
