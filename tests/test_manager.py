@@ -382,7 +382,7 @@ def test_a_directory_that_is_saved_again_stays_until_the_new_one_is_complete(
     assert bool((target["w"] == 1).all())
     manager.save(1, {"w": torch.full((1000,), 3.0)})
     manager.wait()
-    assert os.listdir(tmp_path / "c") == ["step-00000001.1"]
+    assert os.listdir(tmp_path / "c") == ["step-00000001"]
     assert manager.load_latest(target) is not None
     assert bool((target["w"] == 3).all())
 

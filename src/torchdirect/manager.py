@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import errno
-import importlib
-import importlib.util
 import logging
 import os
 import pickle
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("torchdirect")
 
-_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?(\.pt)?")
-_DOOMED = re.compile(r"\.step-\d+(\.\d+)?\.deleted")
+_NAME = re.compile(r"step-(\d+)(\.pt)?")
+_DOOMED = re.compile(r"\.step-\d+\.deleted")
 _TEMPORARY = re.compile(r"\.(step-\d+\.pt)\.[0-9a-f]{24}\..*")
 _METADATA = ".metadata"
 
@@ -67,19 +65,19 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class _Entry:
-    """One complete checkpoint in the directory; `attempt` counts the directories of one step."""
+    """One complete checkpoint in the directory, and when it became that, in nanoseconds."""
 
     step: int
-    attempt: int
     path: str
     is_directory: bool
+    completed: int
 
 
-def name_of(step: int, attempt: int = 0, *, directory: bool = False) -> str:
+def name_of(step: int, *, directory: bool = False) -> str:
     """Return the name of a step's file or directory."""
     if step < 0:
         raise ValueError(f"a step is 0 or more, not {step}")
-    return f"step-{step:08d}{f'.{attempt}' if attempt else ''}{'' if directory else '.pt'}"
+    return f"step-{step:08d}{'' if directory else '.pt'}"
 
 
 def _step_of(path: str) -> int:
@@ -106,8 +104,8 @@ class CheckpointManager:
     Saves go on in the background, one at a time. A checkpoint is deleted only when a newer one is complete and on
     stable storage; a save that fails deletes nothing.
 
-    With ``torch.distributed`` initialised a checkpoint is a directory that all ranks write and read together, by
-    `torch.distributed.checkpoint`; every rank makes the same calls, and rank 0 deletes.
+    With ``torch.distributed`` initialised a checkpoint is a directory that all ranks write and read together, by `dcp`;
+    every rank makes the same calls, and rank 0 deletes.
 
     Parameters
     ----------
@@ -123,9 +121,10 @@ class CheckpointManager:
     in_background
         Whether `save` returns when the snapshot is taken (see `save_async`), or when the checkpoint is complete.
     process_group
-        The ranks, if not all; for directories.
+        The ranks, if not all. The manager makes a Gloo group of its own of them, since saves in the background must not
+        mix with the collectives of the training: so all ranks make the manager together.
     settings
-        ``transfer_type``, ``staging``, ``durable``, … as for `save_async`, for every save of files.
+        ``transfer_type``, ``staging``, ``durable``, … for every save.
 
     Examples
     --------
@@ -165,8 +164,8 @@ class CheckpointManager:
         self.keep_last, self.keep_every = keep_last, keep_every
         self.distributed = available if distributed is None else distributed
         self.in_background = in_background
-        self._group = process_group
         self._rank = torch.distributed.get_rank(process_group) if available else 0
+        self._group = _own_group(process_group) if self.distributed else None
         self._settings = settings
         self._pending: concurrent.futures.Future[Any] | None = None
         self._deleting: concurrent.futures.Future[None] | None = None
@@ -207,7 +206,7 @@ class CheckpointManager:
             entry = self._entry(name)
             if entry is not None:
                 known = found.get(entry.step)
-                if known is None or (entry.is_directory, entry.attempt) > (known.is_directory, known.attempt):
+                if known is None or entry.completed > known.completed:  # a file and a directory of the same step
                     found[entry.step] = entry
         return found
 
@@ -217,10 +216,12 @@ class CheckpointManager:
         if match is None:
             return None
         path = os.path.join(self.directory, name)
-        is_directory = match[3] is None
-        if is_directory and not os.path.exists(os.path.join(path, _METADATA)):
+        is_directory = match[2] is None
+        try:
+            status = os.stat(os.path.join(path, _METADATA) if is_directory else path)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        return _Entry(int(match[1]), int(match[2] or 0), path, is_directory)
+        return _Entry(int(match[1]), path, is_directory, status.st_mtime_ns)
 
     # ------------------------------------------------------------------------------------------------------- saving
 
@@ -235,7 +236,7 @@ class CheckpointManager:
         step
             Its number, 0 or more. A checkpoint of the same step is replaced when the new one is complete.
         obj
-            As for `save`; for directories a (nested) dict as for ``torch.distributed.checkpoint.save``.
+            As for `save`; for directories a (nested) dict as for `dcp.save`.
 
         Returns
         -------
@@ -343,7 +344,7 @@ class CheckpointManager:
                 self._delete(old)
 
     def _leftovers(self, entries: dict[int, _Entry]) -> list[str]:
-        """Return what deletions and saves that died have left, and replaced attempts at a step."""
+        """Return what deletions and saves that died have left."""
         kept = {entry.path for entry in entries.values()} | self._broken
         found = []
         for name in os.listdir(self.directory):
@@ -386,7 +387,8 @@ class CheckpointManager:
         state
             For directories: the (nested) dict that they are loaded into, as for ``torch.distributed.checkpoint.load``.
         load_arguments
-            For files: ``map_location`` and whatever else `load` takes. ``verify`` is True unless given.
+            For files: ``map_location`` and whatever else `load` takes; for directories what `dcp.load` takes.
+            ``verify`` is True unless given.
 
         Raises
         ------
@@ -436,7 +438,7 @@ class CheckpointManager:
             if not isinstance(failed, Exception):
                 raise
             error = exc
-            if _is_damage(failed, entry):
+            if _is_damage(failed):
                 damage = f"{type(failed).__name__}: {failed}"
         outcomes: list[Any] = [(damage, error is not None)]
         if self.distributed:
@@ -465,7 +467,9 @@ class CheckpointManager:
             raise TypeError(
                 f"{entry.path} is a directory, which is loaded into an existing (nested) dict: give it as `state`"
             )
-        _dcp().load(state, checkpoint_id=entry.path, process_group=self._group)
+        from torchdirect import dcp
+
+        dcp.load(state, entry.path, process_group=self._group, **{"verify": True, **load_arguments})
         return state
 
     # -------------------------------------------------------------------------------------------------- many ranks
@@ -486,44 +490,42 @@ class CheckpointManager:
         return outcome[0]
 
     def _save_directory(self, step: int, obj: Any) -> concurrent.futures.Future[Any]:
-        path: str = self._from_rank_0(lambda: self._free_path(step))
-        future: concurrent.futures.Future[Any] = _dcp().async_save(obj, checkpoint_id=path, process_group=self._group)
+        from torchdirect import dcp
+
+        path = os.path.join(self.directory, name_of(step, directory=True))
+        with defaults.settings(**self._settings):
+            future: concurrent.futures.Future[Any] = dcp.async_save(obj, path, process_group=self._group)
         if self._rank == 0:
             self._then_prune(step, path, future)
         return future
 
-    def _free_path(self, step: int) -> str:
-        """Return a directory for a step that is not there: one that is being replaced stays whole until then."""
-        attempt = 0
-        while True:
-            path = os.path.join(self.directory, name_of(step, attempt, directory=True))
-            if os.path.isdir(path) and not os.path.exists(os.path.join(path, _METADATA)):
-                self._delete(path)  # of a save that died
-            if not os.path.lexists(path):
-                return path
-            attempt += 1
+
+def _own_group(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:
+    """Return a new Gloo group of the same ranks."""
+    if group is None:
+        made = torch.distributed.new_group(backend="gloo")
+    else:
+        ranks = torch.distributed.get_process_group_ranks(group)
+        made = torch.distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, torch.distributed.ProcessGroup)  # and not a mark for ranks outside
+    return made
 
 
 def _first_failure(error: BaseException) -> BaseException:
     """Return what is behind an error: for a `CheckpointException` (no `Exception`) what one of the ranks ran into."""
     failures = getattr(error, "failures", None)
-    return next(iter(failures.values()))[0] if isinstance(failures, dict) and failures else error
+    if not isinstance(failures, dict) or not failures:
+        return error
+    found: list[BaseException] = [failure[0] for failure in failures.values()]
+    return next((failure for failure in found if not _is_damage(failure)), found[0])
 
 
-def _is_damage(error: BaseException, entry: _Entry) -> bool:
+def _is_damage(error: BaseException) -> bool:
     """Tell a damaged checkpoint from a mistake of the caller, which no older checkpoint would mend."""
     if isinstance(error, (CorruptCheckpointError, LoadError, EOFError, FileNotFoundError)):
         return True
-    if not entry.is_directory:
-        # The same class tells that `weights_only` forbids what is in a whole file.
-        return isinstance(error, pickle.UnpicklingError) and "not a PyTorch checkpoint" in str(error)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    try:
-        FileSystemReader(entry.path).read_metadata()
-    except Exception:  # whatever a damaged pickle leads to
-        return True
-    return isinstance(error, pickle.UnpicklingError) or "PytorchStreamReader" in str(error)
+    # The same class tells that `weights_only` forbids what is in a whole file.
+    return isinstance(error, pickle.UnpicklingError) and "not a PyTorch checkpoint" in str(error)
 
 
 def make_durable(path: str) -> None:
@@ -544,10 +546,3 @@ def _sync(path: str) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _dcp() -> Any:
-    """Return what saves and loads directories."""
-    if importlib.util.find_spec("torchdirect.dcp") is not None:
-        return importlib.import_module("torchdirect.dcp")
-    return importlib.import_module("torch.distributed.checkpoint")
