@@ -9,6 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -77,7 +78,8 @@ def verify(
     Parameters
     ----------
     path
-        A torch or safetensors file, or a directory or index of shards. Safetensors files carry checksums only if
+        A torch or safetensors file, a directory or index of shards, or a directory that
+        ``torch.distributed.checkpoint`` or `torchdirect.dcp` wrote. Safetensors files carry checksums only if
         ``safetensors.save_file(..., digest=True)`` wrote them.
     num_threads, progress
         As for `load`.
@@ -98,20 +100,38 @@ def verify(
     """
     start = time.perf_counter()
     settings = defaults.current(num_threads=num_threads, progress=progress)
-    index = sharded.find_index(os.fspath(path))
-    files = list(sharded.read_shards(index))
+    parts = _distributed_parts(os.fspath(path))
+    files = list(sharded.read_shards(sharded.find_index(os.fspath(path)))) if parts is None else list(parts)
     records = nbytes = 0
     unchecked: list[str] = []
     for file in files:
         checker = _Checker(file, settings)
         try:
-            checker.run()
+            checker.run(None if parts is None else parts[file])
         finally:
             checker.close()
         records += checker.records
         nbytes += checker.nbytes
         unchecked += checker.unchecked
     return Verification(tuple(files), records, nbytes, tuple(unchecked), time.perf_counter() - start)
+
+
+class _Part(NamedTuple):
+    """One entry of a distributed checkpoint: a run of a file that is a torch file of its own."""
+
+    name: str
+    offset: int
+    length: int
+
+
+def _distributed_parts(path: str) -> dict[str, list[_Part]] | None:
+    """Return the entries in each file of a distributed checkpoint; None for any other path."""
+    if not os.path.isdir(path) or not any(name.endswith(".metadata") for name in os.listdir(path)):
+        return None
+    from torchdirect.dcp import directory  # most processes need no torch.distributed.checkpoint
+
+    entries = directory.entries(path)
+    return {file: [_Part(*entry) for entry in found] for file, found in entries.items()} if entries else None
 
 
 class _Checker:
@@ -134,8 +154,39 @@ class _Checker:
     def read_at(self, offset: int, nbytes: int) -> bytes:
         return inline.read(self.fd, nbytes, offset)
 
-    def run(self) -> None:
-        self._check(self._torch_items() if self.read_at(0, 2) == b"PK" else self._safetensors_items())
+    def run(self, parts: Sequence[_Part] | None) -> None:
+        """Check the whole file, or the parts that there are of it."""
+        if parts is not None:
+            self._check([item for part in parts for item in self._part_items(part)])
+        else:
+            self._check(self._torch_items() if self.read_at(0, 2) == b"PK" else self._safetensors_items())
+
+    def _part_items(self, part: _Part) -> list[_Item]:
+        name, offset, length = part
+        if offset + length > self.size:
+            raise CorruptCheckpointError(
+                f"{self.path}: {name!r} is said to be {length} bytes at offset {offset}, and the file ends at "
+                f"{self.size}. The file is cut short, or the metadata lies; take an intact copy"
+            )
+        if self.read_at(offset, 2) != b"PK":
+            # What planners of other makes write may be anything.
+            self.unchecked.append(f"{self.path}: {name!r}")
+            return []
+
+        def read_at(at: int, nbytes: int) -> bytes:
+            return self.read_at(offset + at, max(0, min(nbytes, length - at)))
+
+        items: list[_Item] = []
+        where = f"{self.path}: {name!r} at offset {offset}"
+        for entry in read_directory(read_at, length, where).values():
+            short = entry.name.partition("/")[2] or entry.name
+            what = f"tensor {name!r}" if short == "data/0" else f"record {short!r} of {name!r}"
+            if entry.method != STORED:
+                self.unchecked.append(f"{self.path}: {what}")
+            elif entry.nbytes:
+                at = offset + payload_offset(read_at, entry, length, where)
+                items.append(_Item(Extent(at, entry.nbytes, 0), entry.crc, lambda what=what: what))  # type: ignore[misc]
+        return items
 
     def _torch_items(self) -> list[_Item]:
         entries = read_directory(self.read_at, self.size, self.path)
@@ -151,7 +202,7 @@ class _Checker:
                 continue
             offset = payload_offset(self.read_at, entry, self.size, self.path)
             if entry.nbytes:
-                items.append(_Item(Extent(offset, entry.nbytes, len(items)), entry.crc, self._namer(entries, entry)))
+                items.append(_Item(Extent(offset, entry.nbytes, 0), entry.crc, self._namer(entries, entry)))
         return items
 
     def _namer(self, entries: dict[str, Entry], entry: Entry) -> Callable[[], str]:
@@ -186,14 +237,14 @@ class _Checker:
             if info.name not in stored:
                 self.unchecked.append(f"{self.path}: tensor {info.name!r}")
             elif info.nbytes:
-                extent = Extent(info.file_offset, info.nbytes, len(items))
+                extent = Extent(info.file_offset, info.nbytes, 0)
                 items.append(_Item(extent, stored[info.name], lambda name=info.name: f"tensor {name!r}"))  # type: ignore[misc]
         return items
 
     def _check(self, items: Sequence[_Item]) -> None:
         if not items:
             return
-        found = self._checksums([item.extent for item in items])
+        found = self._checksums([item.extent._replace(storage=i) for i, item in enumerate(items)])
         for item, crc in zip(items, found, strict=True):
             if crc == item.crc:
                 self.records += 1

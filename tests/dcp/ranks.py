@@ -6,6 +6,7 @@ Prints one JSON object: for each case the tracebacks of the ranks that failed.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as multiprocessing
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -314,7 +314,14 @@ def run(rank: int, root: str) -> None:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as root:
-        multiprocessing.start_processes(run, (root,), RANKS, start_method="fork")  # type: ignore[no-untyped-call]
+        # Forked, so that torch is imported once; nothing has started a thread yet.
+        context = multiprocessing.get_context("fork")
+        processes = [context.Process(target=run, args=(rank, root)) for rank in range(RANKS)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert all(process.exitcode == 0 for process in processes)
         sys.stdout.write((Path(root) / "result").read_text())
 
 

@@ -149,7 +149,10 @@ def convert(
 
 def verify(
     path: Annotated[
-        str, typer.Argument(metavar="FILE|DIR", help="A torch or safetensors file, or a directory of shards.")
+        str,
+        typer.Argument(
+            metavar="FILE|DIR", help="A torch or safetensors file, a directory of shards, or a distributed checkpoint."
+        ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:

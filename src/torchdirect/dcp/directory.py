@@ -12,12 +12,13 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 
 from torch.distributed.checkpoint import filesystem
 
 from torchdirect import publish
-from torchdirect.dcp.metadata import METADATA_NAME, stored_files
+from torchdirect.dcp.metadata import METADATA_NAME, parse_metadata, stored_files
 from torchdirect.errors import CorruptCheckpointError, SaveError, save_error
 
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -125,6 +126,54 @@ def write_metadata(path: str, data: bytes, *, durable: bool) -> None:
         except OSError as exc:
             raise save_error(exc, path, "writing the metadata") from exc
         new.commit()
+
+
+def open_inside(folder: str, name: str) -> int:
+    """Open a regular file of a directory for reading.
+
+    Raises
+    ------
+    FileNotFoundError
+        If it is missing.
+    CorruptCheckpointError
+        If it is outside the directory, as through a symbolic link, or not a regular file.
+    """
+    path = os.path.join(folder, name)
+    root, real = os.path.realpath(folder), os.path.realpath(path)
+    if os.path.commonpath([root, real]) != root:
+        raise CorruptCheckpointError(
+            f"{path}: the metadata leads to {real}, outside the checkpoint's directory. Copy the file there, or take "
+            "an intact copy of the checkpoint"
+        )
+    try:
+        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as exc:
+        raise FileNotFoundError(errno.ENOENT, "the metadata names a file that is missing", path) from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptCheckpointError(f"{path}: not a regular file. Take an intact copy of the checkpoint")
+    return fd
+
+
+def entries(folder: str) -> dict[str, list[tuple[str, int, int]]]:
+    """Return name, offset and length of every entry that some metadata in a directory names, by the file's path.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a file is missing.
+    CorruptCheckpointError
+        If metadata is damaged or hostile, or leads out of the directory.
+    """
+    found: dict[str, list[tuple[str, int, int]]] = {}
+    for path in metadata_files(folder):
+        with open(path, "rb") as file:
+            stored = parse_metadata(file.read(), path).storage_data
+        for index, info in stored.items():
+            found.setdefault(os.path.join(folder, info.relative_path), []).append((index.fqn, info.offset, info.length))
+    for path in found:
+        os.close(open_inside(folder, os.path.relpath(path, folder)))
+    return {path: sorted(set(places), key=lambda place: place[1:]) for path, places in sorted(found.items())}
 
 
 def vouched_for(folder: str) -> set[str] | None:

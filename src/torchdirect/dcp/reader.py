@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -266,7 +264,7 @@ class _DataFile:
 
     def __post_init__(self) -> None:
         self.path = os.path.join(self.folder, self.name)
-        self.fd = open_inside(self.folder, self.name)
+        self.fd = directory.open_inside(self.folder, self.name)
         self.size = os.fstat(self.fd).st_size
 
     def close(self) -> None:
@@ -418,33 +416,6 @@ def _describe(names: Sequence[str], i: int) -> str:
 
 def _place_of(target: torch.Tensor) -> torch.device:
     return target.device if target.device.type in ("cpu", "cuda") else torch.device("cpu")
-
-
-def open_inside(folder: str, name: str) -> int:
-    """Open a regular file of a directory for reading.
-
-    Raises
-    ------
-    FileNotFoundError
-        If it is missing.
-    CorruptCheckpointError
-        If it is outside the directory, as through a symbolic link, or not a regular file.
-    """
-    path = os.path.join(folder, name)
-    root, real = os.path.realpath(folder), os.path.realpath(path)
-    if os.path.commonpath([root, real]) != root:
-        raise CorruptCheckpointError(
-            f"{path}: the metadata leads to {real}, outside the checkpoint's directory. Copy the file there, or take "
-            "an intact copy of the checkpoint"
-        )
-    try:
-        fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as exc:
-        raise FileNotFoundError(errno.ENOENT, "the metadata names a file that is missing", path) from exc
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CorruptCheckpointError(f"{path}: not a regular file. Take an intact copy of the checkpoint")
-    return fd
 
 
 def index_item(fd: int, offset: int, length: int, path: str, name: str) -> tuple[TensorInfo | None, int]:
