@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import itertools
+import json
 import logging
 import os
 import resource
@@ -474,3 +475,17 @@ def test_copies_of_host_memory() -> None:
         [(t.data_ptr(), s.data_ptr(), s.numel()) for t, s in zip(targets, sources, strict=True)]
     )
     assert same(targets, sources)
+
+
+def test_the_benchmark_runs_without_a_gpu(tmp_path: Path) -> None:
+    script = Path(SRC).parent / "benchmarks" / "background_save.py"
+    output = tmp_path / "result.json"
+    options = ["--gb", "0.01", "--rounds", "1", "--seconds", "0.1", "--directory", str(tmp_path)]
+    command = [sys.executable, str(script), *options, "--output", str(output)]
+    environment = {**os.environ, "PYTHONPATH": SRC}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert {"command", "machine", "versions", "samples", "table", "reports"} <= result.keys()
+    assert {"ceiling", "stall", "steps", "save"} <= result["samples"].keys()
+    assert os.listdir(tmp_path) == ["result.json"]
