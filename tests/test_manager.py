@@ -419,8 +419,27 @@ def test_a_damaged_directory_is_passed_over(how: str, tmp_path: Path) -> None:
     assert found is not None
     assert found.step == 1
     assert bool((target["w"] == 1).all())
+    (tmp_path / "c" / "step-00000002" / ".metadata").unlink()
     with pytest.raises(BaseException, match="other"):  # PyTorch's is no Exception
         manager.load_latest({"other": torch.zeros(1000)})
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.usefixtures("group")
+def test_saves_in_the_foreground(distributed: bool, tmp_path: Path) -> None:
+    manager = td.CheckpointManager(tmp_path / "c", keep_last=1, distributed=distributed, in_background=False)
+    before = memory.snapshot_pool.nbytes
+    for step in (1, 2):
+        assert manager.save(step, {"w": torch.full((1000,), float(step))}).done()
+        assert manager.steps() == [step]
+    assert memory.snapshot_pool.nbytes == before, "it makes no copy"
+    failing = td.CheckpointManager(
+        tmp_path / "c", in_background=False, transfer_type="GDS", distributed=distributed, keep_last=1
+    )
+    with pytest.raises(td.TransferUnavailableError):
+        failing.save(3, {"w": torch.ones(1_000_000)})
+    failing.wait()
+    assert manager.steps() == [2]
 
 
 @pytest.mark.usefixtures("group")

@@ -173,13 +173,19 @@ def test_two_saves_to_one_path_keep_their_order(gate: Gate, tmp_path: Path) -> N
     assert float(td.load(path)["v"][0]) == 2
 
 
-def test_a_save_in_the_foreground_comes_after_a_pending_one(gate: Gate, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["save", "legacy", "safetensors"])
+def test_a_save_in_the_foreground_comes_after_a_pending_one(how: str, gate: Gate, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     (tmp_path / "link.pt").symlink_to(path)
     td.save_async({"v": torch.full((400_000,), 1.0)}, path)
     assert gate.reached.wait(30)
     threading.Timer(0.2, gate.open).start()
-    td.save({"v": torch.full((400_000,), 2.0)}, tmp_path / "link.pt")
+    if how == "save":
+        td.save({"v": torch.full((400_000,), 2.0)}, tmp_path / "link.pt")
+    elif how == "legacy":
+        td.save({"v": torch.full((400_000,), 2.0)}, path, _use_new_zipfile_serialization=False)
+    else:
+        td.safetensors.save_file({"v": torch.full((400_000,), 2.0)}, path)
     assert pending.writer.pending() == []
     assert float(td.load(path)["v"][0]) == 2
 
@@ -265,6 +271,26 @@ def test_a_file_size_limit_keeps_the_old_file(tmp_path: Path) -> None:
     del error, done
     gc.collect()
     assert memory.snapshot_pool._reserved == 0
+
+
+def test_a_full_file_system(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs root and mount namespaces")
+    script = f"""
+import errno, os, subprocess, torch, torchdirect as td
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", {str(tmp_path)!r}], check=True)
+os.chdir({str(tmp_path)!r})
+td.save(torch.arange(3.), "a.pt")
+done = td.save_async(torch.ones(4_000_000), "a.pt")
+error = done.exception()
+assert isinstance(error, td.SaveError) and error.errno == errno.ENOSPC and "16" in str(error), error
+assert os.listdir() == ["a.pt"], os.listdir()
+assert torch.equal(td.load("a.pt"), torch.arange(3.))
+"""
+    command = ["unshare", "-m", sys.executable, "-c", script]
+    environment = {**os.environ, "PYTHONPATH": SRC}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_an_error_holds_no_snapshot(tmp_path: Path) -> None:

@@ -131,10 +131,11 @@ def save_async(
     name = os.fspath(path)
     save_arguments = (pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record)
     future = PendingSave(name)
-    with writer.calls, checkpoint.gc_paused():
+    with writer.calls:
         may_wait = settings.pending == "wait" and not writer.is_here
         _await_turn(name, may_wait)
-        planned = checkpoint.plan_save(obj, name, save_arguments, settings)
+        with checkpoint.gc_paused():
+            planned = checkpoint.plan_save(obj, name, save_arguments, settings)
         if isinstance(planned, PlannedSave):
             job = _snapshot_job(planned, future, settings, may_wait, start)
         else:

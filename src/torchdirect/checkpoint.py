@@ -123,7 +123,6 @@ def save(
         report_torch("save", f, settings, "file objects are written by torch.save", start)
         return
     path = os.fspath(f)
-    writer.wait_for(path)
     with gc_paused():
         planned = plan_save(obj, path, save_arguments, settings)
         if isinstance(planned, PlannedSave):
@@ -212,6 +211,7 @@ def _save_elsewhere(path: str, zip_format: bool) -> str:
 
 def save_with_torch(path: str, write: Callable[[IO[bytes]], object], settings: Settings) -> None:
     """Let ``torch.save`` write the file, published like every other."""
+    writer.wait_for(path)
     try:
         if publish.is_replaceable(path):
             with publish.replacing(path, durable=settings.durable) as replacement:

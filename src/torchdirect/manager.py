@@ -25,6 +25,7 @@ import torch
 
 from torchdirect import background, checkpoint, defaults, publish
 from torchdirect.errors import CorruptCheckpointError, LoadError, SaveError, SavePendingError, SettingsError
+from torchdirect.transfer import last_transfer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -241,7 +242,8 @@ class CheckpointManager:
         Returns
         -------
         Future
-            Done when the checkpoint is complete; for files a `PendingSave`. On ranks that write nothing it is done.
+            Done when the checkpoint is complete; for files a `PendingSave`. On ranks that write nothing it is done, and
+            with ``in_background=False``.
 
         Raises
         ------
@@ -250,20 +252,39 @@ class CheckpointManager:
         """
         name_of(step)  # a bad number is told before anything is waited for
         self._settle()
-        if self.distributed:
-            future = self._save_directory(step, obj)
-        elif self._rank == 0:
-            path = os.path.join(self.directory, name_of(step))
+        path = os.path.join(self.directory, name_of(step, directory=self.distributed))
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        if self.distributed or self._rank == 0:
             with defaults.settings(**self._settings):
-                future = background.save_async(obj, path)
-            self._then_prune(step, path, future)
+                if self.in_background:
+                    future = self._save_behind(obj, path)
+                else:
+                    future.set_result(self._save_now(obj, path))
+            if self._rank == 0:
+                self._then_prune(step, path, future)
         else:
-            future = concurrent.futures.Future()
             future.set_result(None)
         self._pending = future
         if not self.in_background:
             self.wait()
         return future
+
+    def _save_behind(self, obj: Any, path: str) -> concurrent.futures.Future[Any]:
+        if not self.distributed:
+            return background.save_async(obj, path)
+        from torchdirect import dcp
+
+        future: concurrent.futures.Future[Any] = dcp.async_save(obj, path, process_group=self._group)
+        return future
+
+    def _save_now(self, obj: Any, path: str) -> Any:
+        """Save without a copy; return what the future of the same save in the background would."""
+        if not self.distributed:
+            checkpoint.save(obj, path)
+            return last_transfer()
+        from torchdirect import dcp
+
+        return dcp.save(obj, path, process_group=self._group)
 
     def _settle(self) -> None:
         if self._pending is not None and not self._pending.done() and self._pending_policy == "refuse":
@@ -488,16 +509,6 @@ class CheckpointManager:
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
-
-    def _save_directory(self, step: int, obj: Any) -> concurrent.futures.Future[Any]:
-        from torchdirect import dcp
-
-        path = os.path.join(self.directory, name_of(step, directory=True))
-        with defaults.settings(**self._settings):
-            future: concurrent.futures.Future[Any] = dcp.async_save(obj, path, process_group=self._group)
-        if self._rank == 0:
-            self._then_prune(step, path, future)
-        return future
 
 
 def _own_group(group: torch.distributed.ProcessGroup | None) -> torch.distributed.ProcessGroup:

@@ -22,6 +22,7 @@ from torchdirect.engines.checksums import PartChecksums
 from torchdirect.errors import TransferUnavailableError, save_error
 from torchdirect.formats.layout import FileLayout
 from torchdirect.gds_status import gds_status
+from torchdirect.pending import writer
 from torchdirect.plan import Extent, read_windows, write_windows
 from torchdirect.transfer import TransferReport, TransferType, set_last_transfer
 from torchdirect.units import BLOCK, MIB
@@ -339,7 +340,7 @@ def write_file(
     settings: Settings,
     start: float,
 ) -> None:
-    """Write and publish a new file, and report the save.
+    """Write and publish a new file, and report the save; background saves to the same path that are pending come first.
 
     Parameters
     ----------
@@ -358,6 +359,7 @@ def write_file(
         If the file cannot be written; an old file of that name is untouched.
     """
     state = TransferState()
+    writer.wait_for(path)
     with progress.shown(not _is_small(layout, settings) and settings.progress, f"saving {path}", state) as tick:
         choice, options = put_file(path, layout, tensors, crc, settings, state, tick)
     payload = sum(t.numel() for t in tensors)

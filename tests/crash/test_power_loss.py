@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, Any]] = []
-        for name in ("pwritev", "write", "ftruncate", "fsync", "fdatasync", "rename", "replace"):
+        for name in ("pwritev", "write", "ftruncate", "fsync", "fdatasync", "rename", "replace", "unlink"):
             patch.setattr(os, name, self._wrap(name, getattr(os, name)))
 
     def _wrap(self, name: str, real: Any) -> Any:
@@ -49,6 +49,8 @@ class Recorder:
             if name in ("rename", "replace"):
                 source = os.stat(arguments[0], dir_fd=keywords.get("src_dir_fd")).st_ino
                 self.calls.append(("rename", (source, os.path.basename(arguments[1]))))
+            if name == "unlink":
+                self.calls.append(("unlink", os.path.basename(arguments[0])))
             return real(*arguments, **keywords)
 
         return call
@@ -76,7 +78,7 @@ def possible_states(calls: list[tuple[str, Any]], name: str, old: bytes | None, 
                 certain, pending = pending[-1], []
         elif kind == "sync":
             durable[what] = bytes(written.get(what, b""))
-        elif what[1] == name:
+        elif kind == "rename" and what[1] == name:
             pending.append(what[0])
 
     def shown(state: bytes | int | None) -> bytes | None:
@@ -119,3 +121,22 @@ def test_the_model_finds_what_durable_false_risks(tmp_path: Path) -> None:
         td.save(NEW, path, durable=False, transfer_type="CPU_CACHED_GPU")
     states = possible_states(recorder.calls, "a.pt", old, os.stat(tmp_path).st_ino)
     assert b"" in states
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_rotation_leaves_a_whole_checkpoint_at_every_moment(durable: bool, tmp_path: Path) -> None:
+    """The manager keeps one: the old one may be gone only when the new one is certain."""
+    with td.CheckpointManager(tmp_path, keep_last=1, durable=durable, transfer_type="CPU_CACHED_GPU") as manager:
+        manager.save(1, OLD)
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch)
+        with td.CheckpointManager(tmp_path, keep_last=1, durable=durable, transfer_type="CPU_CACHED_GPU") as manager:
+            manager.save(2, NEW)
+        calls = list(recorder.calls)
+    old, new = (f"step-{step:08d}.pt" for step in (1, 2))
+    content, folder = (tmp_path / new).read_bytes(), os.stat(tmp_path).st_ino
+    assert ("unlink", old) in calls
+    for stop in range(len(calls) + 1):
+        done = calls[:stop]
+        if ("unlink", old) in done:
+            assert possible_states(done, new, None, folder) == [content], f"after {stop} of {len(calls)} calls"
