@@ -209,7 +209,7 @@ def test_memory_for_snapshots_is_bounded(gate: Gate, tmp_path: Path) -> None:
     td.release_staging()
     with td.settings(snapshot_bytes="5MiB"):
         with pytest.raises(td.SaveError, match=r"a\.pt.*8.* MB.*snapshot_bytes.*td\.save") as caught:
-            td.save_async([torch.ones(2_000_000)], tmp_path / "a.pt")
+            td.save_async([torch.ones(2_000_000)], tmp_path / "a.pt", staging="host")
         assert caught.value.errno == errno.ENOMEM
         first = td.save_async(big, tmp_path / "a.pt")
         assert gate.reached.wait(30)
@@ -220,6 +220,28 @@ def test_memory_for_snapshots_is_bounded(gate: Gate, tmp_path: Path) -> None:
         assert first.done()
         second.result(30)
     assert memory.snapshot_pool.nbytes <= 5 << 20
+
+
+def test_without_memory_for_a_copy_the_call_writes(tmp_path: Path) -> None:
+    state = {"v": torch.full((2_000_000,), 1.0)}
+    with td.settings(snapshot_bytes="5MiB"):
+        with pytest.warns(td.TransferFallbackWarning, match=r"a\.pt.*snapshot_bytes.*before the call returned"):
+            done = td.save_async(state, tmp_path / "a.pt")
+        assert done.done()
+        state["v"].zero_()
+        assert "before the call returned" in done.result().fallbacks[0]
+        assert bool((td.load(tmp_path / "a.pt")["v"] == 1).all())
+        with pytest.warns(td.TransferFallbackWarning):
+            failed = td.save_async(state, tmp_path / "no" / "a.pt")
+        with pytest.raises(FileNotFoundError):
+            failed.result()
+
+
+def test_a_buffer_that_was_outgrown_is_freed(tmp_path: Path) -> None:
+    td.release_staging()
+    for megabytes in (4, 8, 16, 12):
+        td.save_async(torch.ones(megabytes << 18), tmp_path / "a.pt", durable=False).result(30)
+    assert 16 << 20 <= memory.snapshot_pool.nbytes <= 20 << 20
 
 
 def test_callbacks_may_save(tmp_path: Path) -> None:

@@ -11,24 +11,22 @@ import io
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import IO, Any
 
 import torch
 from torch.serialization import DEFAULT_PROTOCOL
 
-from torchdirect import checkpoint, defaults, originals, road, snapshot, system
+from torchdirect import checkpoint, defaults, originals, road, selection, snapshot, system
 from torchdirect.checkpoint import PlannedSave
 from torchdirect.defaults import Settings
 from torchdirect.engines.cuda_driver import cuda_driver
 from torchdirect.engines.streams import stream_pool
-from torchdirect.errors import SavePendingError
+from torchdirect.errors import SaveError, SavePendingError
 from torchdirect.pending import Job, PendingSave, writer
 from torchdirect.snapshot import Snapshot
 from torchdirect.transfer import TransferReport, TransferType, last_transfer
-
-_THREADS = 4
-"""I/O threads of a background save: enough for the ceiling of a disk, and few beside a training loop."""
 
 _HOST_TYPES = {
     TransferType.CPU_GPU: TransferType.CPU_ONLY,
@@ -74,7 +72,8 @@ def save_async(
         Where the bytes of GPU tensors are kept until they are written. ``"host"``: in pinned memory, which is kept for
         the next save (`release_staging` frees it; ``TORCHDIRECT_SNAPSHOT_BYTES`` bounds it). ``"device"``: in memory of
         the same GPU, which is faster by far while there is room. ``"auto"`` (default): in pinned memory, or where that
-        cannot be had in GPU memory if twice as much is free, or else in host memory that is not pinned. cuFile types
+        cannot be had in GPU memory if twice as much is free, or else in host memory that is not pinned; where there is
+        no memory at all the file is written before the call returns, with a `TransferFallbackWarning`. cuFile types
         imply ``"device"``.
     pending
         What happens while an earlier save to the same path has not ended, or earlier saves hold the memory that this
@@ -82,7 +81,7 @@ def save_async(
     transfer_type, fallback, chunk_bytes, durable, checksum
         As for `save`. From a copy in host memory, the types that pass through it end as ``CPU_ONLY``.
     num_threads
-        I/O threads; 4 at most by default, to leave the processors to the program.
+        I/O threads; by default 4 at most (2 for many small tensors), to leave the processors to the program.
     progress
         As for `save`; called in the thread that writes.
 
@@ -95,7 +94,7 @@ def save_async(
     Raises
     ------
     SaveError
-        (``ENOMEM``) if there is no memory for the copy.
+        (``ENOMEM``) if there is no memory for the copy where ``staging="host"`` or ``"device"`` wants it.
     SavePendingError
         With ``pending="refuse"``.
     SettingsError
@@ -141,7 +140,8 @@ def save_async(
         else:
             job = _torch_job(obj, save_arguments, planned, future, settings, start)
         future.stall_seconds = time.perf_counter() - start
-        writer.submit(job)
+        if job is not None:
+            writer.submit(job)
     return future
 
 
@@ -157,8 +157,10 @@ def _await_turn(path: str, may_wait: bool) -> None:
     concurrent.futures.wait(earlier)
 
 
-def _snapshot_job(planned: PlannedSave, future: PendingSave, settings: Settings, may_wait: bool, start: float) -> Job:
-    """Copy the tensors, and return what is left to do."""
+def _snapshot_job(
+    planned: PlannedSave, future: PendingSave, settings: Settings, may_wait: bool, start: float
+) -> Job | None:
+    """Copy the tensors, and return what is left to do: nothing where there was no memory for a copy."""
     offsets = [0] * len(planned.tensors)
     for extent in planned.layout.extents:
         offsets[extent.storage] = extent.file_offset
@@ -171,10 +173,31 @@ def _snapshot_job(planned: PlannedSave, future: PendingSave, settings: Settings,
             errno.EBUSY,
             future.path,
         ) from exc
+    except SaveError as exc:
+        if exc.errno != errno.ENOMEM or settings.staging != "auto":
+            raise
+        _write_now(planned, future, settings, start, exc)
+        return None
     future.staging, future.snapshot_bytes = taken.staging, taken.nbytes
     without_sources = dataclasses.replace(planned, tensors=())
     write = functools.partial(_write, without_sources, taken, future.path, settings, start)
     return Job(os.path.realpath(future.path), future, write, taken.release)
+
+
+def _write_now(
+    planned: PlannedSave, future: PendingSave, settings: Settings, start: float, shortage: SaveError
+) -> None:
+    """Write the tensors themselves before the call returns: a stall is better than a run without checkpoints."""
+    text = f"{shortage.message} It was written before the call returned."
+    warnings.warn(text, road.TransferFallbackWarning, stacklevel=4)
+    try:
+        road.write_file(future.path, planned.layout, planned.tensors, planned.crc, settings, start)
+    except Exception as exc:  # raised where it is asked for, as ever
+        future.set_exception(exc)
+        return
+    report = last_transfer()
+    assert report is not None  # write_file has just made one
+    future.set_result(dataclasses.replace(report, fallbacks=(text, *report.fallbacks)))
 
 
 def _write(planned: PlannedSave, taken: Snapshot, path: str, settings: Settings, start: float) -> TransferReport:
@@ -183,7 +206,8 @@ def _write(planned: PlannedSave, taken: Snapshot, path: str, settings: Settings,
     if taken.staging == "host":
         settings = dataclasses.replace(settings, transfer_type=_HOST_TYPES.get(requested, requested))
     if settings.num_threads is None:
-        settings = dataclasses.replace(settings, num_threads=min(_THREADS, system.cpu_count()))
+        threads = selection.background_threads(planned.layout.file_size, len(taken.tensors), system.cpu_count())
+        settings = dataclasses.replace(settings, num_threads=threads)
     try:
         taken.wait()
         with _own_streams(taken.tensors):

@@ -177,9 +177,15 @@ class StagingPool:
     """Staging buffers of one process, reused between calls, bounded in sum.
 
     Pinning costs more than the copies it serves, so buffers outlive the call that made them.
+
+    Parameters
+    ----------
+    outgrown
+        Whether free buffers go when a larger one is made: whoever needs one buffer each time has outgrown them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, outgrown: bool = False) -> None:
+        self._drops_smaller = outgrown
         self._condition = threading.Condition()
         self._free: list[StagingBuffer] = []
         self._inherited: list[StagingBuffer] = []
@@ -239,6 +245,9 @@ class StagingPool:
                 self._free.remove(buffer)
                 self._reserved += buffer.nbytes - nbytes
                 return buffer
+            if self._drops_smaller:
+                surplus = [b for b in self._free if b.nbytes < nbytes]
+                self._free = [b for b in self._free if b.nbytes >= nbytes]
             while self._free and self._reserved + sum(b.nbytes for b in self._free) > limit:
                 surplus.append(self._free.pop(0))
         for buffer in surplus:
@@ -300,7 +309,7 @@ class Lease:
 staging_pool = StagingPool()
 """What engines bounce through."""
 
-snapshot_pool = StagingPool()
+snapshot_pool = StagingPool(outgrown=True)
 """What background saves copy to when they are called: one buffer for each pending save."""
 
 os.register_at_fork(after_in_child=staging_pool.reset_after_fork)

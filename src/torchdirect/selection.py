@@ -136,6 +136,16 @@ def check(transfer_type: TransferType, s: Situation) -> None:
         )
 
 
+def are_small(nbytes: int, storages: int) -> bool:
+    """Whether a file of so many bytes and storages is bound by the interpreter."""
+    return nbytes < _SMALL_STORAGE_BYTES * storages
+
+
+def background_threads(nbytes: int, storages: int, cpus: int) -> int:
+    """Return the I/O threads of a background save: enough for the ceiling of a disk, few beside a training loop."""
+    return min(2 if are_small(nbytes, storages) else 4, cpus)
+
+
 def threads_and_chunk(
     transfer_type: TransferType, s: Situation, num_threads: int | None, chunk_bytes: int | None, staging_bytes: int
 ) -> tuple[int, int]:
@@ -158,7 +168,7 @@ def threads_and_chunk(
             num_threads = min(10 if s.on_gpu and s.operation == "load" else 12, s.cpus)
         else:
             num_threads = min(8, max(4, s.cpus))
-        if s.nbytes < _SMALL_STORAGE_BYTES * s.storages:
+        if are_small(s.nbytes, s.storages):
             num_threads = min(2, num_threads)
         # Less than a window for every worker is not worth a thread.
         num_threads = max(1, min(num_threads, s.nbytes // chunk_bytes + 1))
