@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchdirect as td
+from torchdirect.pending import writer
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,6 +67,36 @@ def test_savers_and_loaders_of_one_file(kind: str, tmp_path: Path) -> None:
     in_threads([save(1), save(2), save(3), load, load])
     assert stamp(td.load(path)) % 100 == 5
     assert os.listdir(tmp_path) == ["a.pt"]
+
+
+def test_savers_in_the_background_and_in_the_foreground(tmp_path: Path) -> None:
+    """What is at a path in the end is what was saved to it last, by whichever way."""
+
+    def work(number: int) -> Callable[[], None]:
+        def run() -> None:
+            own, shared = tmp_path / f"{number}.pt", tmp_path / "shared.pt"
+            for i in range(8):
+                state = stamped(number * 100 + i)
+                pending = td.save_async(state, own, durable=False)
+                td.save_async(state, shared, durable=False)
+                for tensor in state.values():
+                    tensor.fill_(-1)
+                if i % 3 == 0:
+                    td.save(stamped(number * 100 + i + 0.5), own, durable=False)
+                    assert pending.done()
+                    assert stamp(td.load(own)) == number * 100 + i + 0.5
+                elif i % 3 == 1:
+                    pending.result(60)
+                    assert stamp(td.load(own)) == number * 100 + i
+            td.save_async(stamped(number * 100 + 99), own).result(60)
+
+        return run
+
+    in_threads([work(1), work(2), work(3)])
+    writer.drain()
+    assert [stamp(td.load(tmp_path / f"{n}.pt")) for n in (1, 2, 3)] == [199, 299, 399]
+    assert stamp(td.load(tmp_path / "shared.pt")) in (107, 207, 307)
+    assert sorted(os.listdir(tmp_path)) == ["1.pt", "2.pt", "3.pt", "shared.pt"]
 
 
 def test_different_files_share_the_staging_bound(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -315,13 +316,22 @@ assert torch.equal(td.load("a.pt"), torch.arange(3.))
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_an_error_holds_no_snapshot(tmp_path: Path) -> None:
+def test_an_error_holds_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A future that is kept for its error must not keep the copies alive."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+    real = snapshot.take
+
+    def take(*arguments: Any, **keywords: Any) -> snapshot.Snapshot:
+        taken = real(*arguments, **keywords)
+        copies.extend(weakref.ref(tensor) for tensor in taken.tensors)
+        return taken
+
+    monkeypatch.setattr(snapshot, "take", take)
     done = td.save_async(STATE, tmp_path / "no" / "a.pt")
     error = done.exception(30)
     assert isinstance(error, FileNotFoundError)
-    td.release_staging()
-    held = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dtype is torch.uint8 and t.numel() > 9999]
-    assert held == []
+    assert len(copies) == 3
+    assert [copy() for copy in copies] == [None] * 3
 
 
 def test_an_error_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
