@@ -102,6 +102,14 @@ def convert(folder: Path, value: float) -> object:
     return td.convert(source, folder / "a.pt")
 
 
+def read_distributed(folder: Path) -> dict[str, torch.Tensor]:
+    if not (folder / ".metadata").exists():
+        raise FileNotFoundError(folder)
+    found = state(-1)
+    td.dcp.load(found, folder)
+    return found
+
+
 SCENARIOS = {
     "save": Scenario(save(), lambda n: n == "a.pt", read_torch),
     "save, not durable": Scenario(save(durable=False), lambda n: n == "a.pt", read_torch),
@@ -124,6 +132,18 @@ SCENARIOS = {
     "save_async": Scenario(save_async, lambda n: n == "a.pt", read_torch),
     "rotation": Scenario(rotate, lambda n: re.fullmatch(r"step-\d{8}\.pt", n) is not None, read_latest, files=1),
     "convert": Scenario(convert, lambda n: n == "a.pt", read_torch),
+    "dcp": Scenario(
+        lambda folder, value: td.dcp.save(state(value), folder, **OPTIONS),  # type: ignore[arg-type]
+        lambda n: n == ".metadata" or n.endswith(".distcp"),
+        read_distributed,
+        files=2,
+    ),
+    "dcp, files": Scenario(
+        lambda folder, value: td.dcp.save(state(value), folder, single_file_per_rank=False, transfer_type="CPU_ONLY"),
+        lambda n: n == ".metadata" or n.endswith(".distcp"),
+        read_distributed,
+        files=4,
+    ),
 }
 
 
@@ -225,6 +245,8 @@ def main() -> None:
     kind, names, step = sys.argv[1], sys.argv[2].split(";"), int(sys.argv[3])
     what = signal.Signals[kind].value if kind.startswith("SIG") else -getattr(errno, kind)
     torch.set_num_threads(1)
+    # What PyTorch says at every call without a process group.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder))
         for name in names:

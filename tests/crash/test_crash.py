@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-EVERYTHING = "save;save, not durable;save, page cache;save, small;safetensors;shards;save_async;rotation;convert"
+EVERYTHING = "save;save, not durable;save, page cache;save, small;safetensors;shards;save_async;rotation;convert;dcp"
 
 
 @pytest.fixture(scope="session")
@@ -39,16 +39,16 @@ def strike(shim: Path, what: str, scenarios: str, step: int = 1) -> dict[str, An
 
 
 def test_killed_at_every_call(shim: Path) -> None:
-    strikes = strike(shim, "SIGKILL", EVERYTHING)["strikes"]
-    assert len(strikes) == 18
+    strikes = strike(shim, "SIGKILL", f"{EVERYTHING};dcp, files")["strikes"]
+    assert len(strikes) == 22
     assert all(count >= 5 for count in strikes.values()), "the shim sees the calls"
 
 
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
 def test_interrupted_at_every_call(signal: str, shim: Path) -> None:
-    strike(shim, signal, "save;save, small;shards;rotation")
+    strike(shim, signal, "save;save, small;shards;rotation;dcp")
 
 
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC", "EDQUOT", "EROFS", "EMFILE", "EINTR"])
 def test_every_call_fails_once(error: str, shim: Path) -> None:
-    strike(shim, error, EVERYTHING if error == "EIO" else "save;shards", 2)
+    strike(shim, error, EVERYTHING if error == "EIO" else "save;shards;dcp", 2)

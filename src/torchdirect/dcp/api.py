@@ -163,7 +163,7 @@ def _given(**arguments: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_errors(storage: DirectReader | DirectWriter, process_group: Any) -> Iterator[None]:
-    """Raise the error of this rank, if it is one of ours, in place of the collection of all ranks' errors."""
+    """Raise the error of this rank, if it is one that callers expect, in place of the collection of all ranks'."""
     try:
         yield
     except CheckpointException as exc:
@@ -171,7 +171,7 @@ def _own_errors(storage: DirectReader | DirectWriter, process_group: Any) -> Ite
         if own is None:
             rank = _rank_in(process_group)
             own = exc.failures[rank][0] if rank in exc.failures else None
-        if isinstance(own, (TorchDirectError, FileNotFoundError)):
+        if isinstance(own, (TorchDirectError, OSError, KeyboardInterrupt)):
             raise own from exc
         raise
 

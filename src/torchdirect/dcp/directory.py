@@ -216,6 +216,15 @@ def check_present(folder: str, infos: Iterable[filesystem._StorageInfo]) -> None
             raise SaveError(f"{path}: the file has {size} bytes, and {end} were written. Save again", errno.EIO, path)
 
 
+def discard(folder: str, names: Iterable[str]) -> None:
+    """Remove the files of a save that failed, if no metadata names them: another rank may just be writing that.
+
+    Never raises an error of the operating system: what cannot be removed now, the next save removes.
+    """
+    with contextlib.suppress(OSError), locked(folder):
+        remove(folder, names)
+
+
 def remove(folder: str, names: Iterable[str]) -> None:
     """Remove data files that no metadata in the directory names, and temporary files whose writers are dead.
 

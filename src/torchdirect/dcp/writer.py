@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import io
@@ -27,7 +26,7 @@ from torchdirect.dcp import directory
 from torchdirect.dcp.items import FileBuilder, StoredItem, store_bytes, store_tensor
 from torchdirect.defaults import Settings
 from torchdirect.engines.base import EngineOptions, TransferState
-from torchdirect.errors import SaveError, SettingsError
+from torchdirect.errors import SaveError, SettingsError, save_error
 from torchdirect.selection import Choice
 from torchdirect.transfer import TransferType
 from torchdirect.units import MIB
@@ -152,9 +151,16 @@ class DirectWriter(FileSystemWriter):
         self._refuse_existing()
         directory.make(self._folder, durable=self.settings.durable)
         if not self.use_collectives and self.rank is not None:
-            self._before = directory.data_files(self._folder, self.rank)
+            self._before = self._present(self.rank)
             return _with_prefix(plan, directory.new_token(), self.rank)
         return plan
+
+    def _present(self, rank: int | None) -> list[str]:
+        """Return the data files that are there before this save writes any."""
+        try:
+            return directory.data_files(self._folder, rank)
+        except OSError as exc:
+            raise save_error(exc, self._folder, "listing the directory of the checkpoint") from exc
 
     def _refuse_existing(self) -> None:
         # Without collectives every rank has metadata of its own, and the lowest is written as the others are.
@@ -171,7 +177,7 @@ class DirectWriter(FileSystemWriter):
         """Hand out names that are this save's own; PyTorch calls it on the coordinator."""
         if not self.use_collectives:
             return plans
-        self._before = directory.data_files(self._folder)
+        self._before = self._present(None)
         token = directory.new_token()
         return [_with_prefix(plan, token, rank) for rank, plan in enumerate(plans)]
 
@@ -240,9 +246,10 @@ class DirectWriter(FileSystemWriter):
                 directory.check_present(folder, stored.values())
                 directory.write_metadata(path, pickle.dumps(metadata), durable=self.settings.durable)
                 directory.remove(folder, self._before)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                directory.remove(folder, names)
+        except BaseException as exc:
+            directory.discard(folder, names)
+            if isinstance(exc, OSError):
+                raise save_error(exc, folder, "making the new checkpoint count") from exc
             raise
 
     def discard(self) -> None:
@@ -252,8 +259,8 @@ class DirectWriter(FileSystemWriter):
         died are removed by the next save.
         """
         written, self._written[:] = list(self._written), []
-        with contextlib.suppress(OSError):
-            directory.remove(self._folder, written)
+        if written:
+            directory.discard(self._folder, written)
 
 
 def _one_of(theirs: str, value: Any, ours: str, own: Any) -> Any:
