@@ -2,9 +2,9 @@
 
     python fuzz/fuzz_files.py zip -max_total_time=60 fuzz/corpus/zip
 
-Targets: ``zip`` (directory, headers and index of a torch file), ``pickle`` (the inert index and the plain rebuild) and
-``safetensors`` (the header). A target fails if anything but the documented errors comes out, if something of the file
-runs, or if memory grows far beyond the input.
+Targets: ``zip`` (directory, headers and index of a torch file), ``pickle`` (the inert index and the plain rebuild),
+``safetensors`` (the header) and ``dcp`` (the metadata of a distributed checkpoint). A target fails if anything but the
+documented errors comes out, if something of the file runs, or if memory grows far beyond the input.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import atheris
 
 with atheris.instrument_imports(include=["torchdirect"]):
+    from torchdirect.dcp.metadata import parse_metadata, stored_files
     from torchdirect.errors import CorruptCheckpointError
     from torchdirect.formats import safetensors, torch_zip
     from torchdirect.formats.pickle_index import UnsupportedPickleError, index_pickle, rebuild_plain
@@ -83,10 +84,26 @@ def fuzz_safetensors(data: bytes) -> None:
         os.close(fd)
 
 
+def fuzz_dcp(data: bytes) -> None:
+    with _NothingRuns():
+        with contextlib.suppress(CorruptCheckpointError):
+            stored_files(data, "file")
+        try:
+            metadata = parse_metadata(data, "file")
+        except CorruptCheckpointError:
+            return
+    for index, info in metadata.storage_data.items():
+        assert isinstance(index.fqn, str)
+        assert not os.path.normpath(os.path.join("/folder", info.relative_path)).startswith(("/..", "//"))
+        assert os.path.normpath(os.path.join("/folder", info.relative_path)).startswith("/folder/")
+        assert info.offset >= 0 and info.length >= 0
+
+
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "zip": fuzz_zip,
     "pickle": fuzz_pickle,
     "safetensors": fuzz_safetensors,
+    "dcp": fuzz_dcp,
 }
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FUZZ = ROOT / "fuzz"
 
 
-@pytest.mark.parametrize("target", ["zip", "pickle", "safetensors"])
+@pytest.mark.parametrize("target", ["zip", "pickle", "safetensors", "dcp"])
 def test_fuzzing(target: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("atheris") is None:
         pytest.skip("atheris is not installed (it has wheels for some versions of Python only)")
