@@ -421,3 +421,25 @@ def test_importing_torchdirect_imports_no_distributed_checkpoints() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "False"
+
+
+def test_a_process_that_saves_in_the_background(tmp_path: Path) -> None:
+    script = f"""
+import os, torch, torch.distributed as dist, torchdirect as td
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+if __name__ == "__main__":
+    os.environ["MASTER_ADDR"] = "localhost"
+    dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+    state = {{"w": torch.ones(1_000_000)}}
+    future = td.dcp.async_save(state, "{tmp_path}/made", async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+    state["w"].zero_()
+    future.result()
+    dist.destroy_process_group()
+"""
+    (tmp_path / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(files(tmp_path / "made")) == 2
+    assert loaded(tmp_path / "made", {"w": torch.zeros(1_000_000)})["w"].min() == 1
